@@ -1,0 +1,120 @@
+"""Listeners: what they may override, and how events reach them at no cost to those that do not."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from safetrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from safetrain.state import RunState
+
+Hook = Callable[["RunState"], None]
+
+
+class Callback:
+    """A listener. Override the hooks you need; those you leave alone cost nothing.
+
+    Every hook receives the `RunState`. Hooks run in list order. Reading a tensor of the state as a number is a host
+    sync: do it in `on_log`, where `state.row` already holds plain numbers.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in vars(cls):
+            if name.startswith("on_") and name not in HOOKS:
+                near = difflib.get_close_matches(name, HOOKS, n=1)
+                hint = f"; did you mean `{near[0]}`?" if near else f"; the hooks are {', '.join(HOOKS)}"
+                raise ConfigError(f"{cls.__name__}.{name} is not a hook and would never be called{hint}")
+
+    def on_fit_start(self, state: RunState) -> None:
+        """Before the first step, after everything was built and a checkpoint was loaded."""
+
+    def on_fit_end(self, state: RunState) -> None:
+        """After the last step, also when the run ended early or by an exception."""
+
+    def on_step_start(self, state: RunState) -> None:
+        """Before gradients are zeroed."""
+
+    def on_backward_start(self, state: RunState) -> None:
+        """Before each backward; `state.micro_loss` carries the graph and must not be kept."""
+
+    def on_backward_end(self, state: RunState) -> None:
+        """Before each optimizer steps: its gradients are complete, unscaled and unclipped."""
+
+    def on_step_end(self, state: RunState) -> None:
+        """After the optimizer (or the decision to skip it) and the schedule."""
+
+    def on_log(self, state: RunState) -> None:
+        """On logging steps after `on_step_end`, and after each evaluation: `state.row` holds numbers to add to or write."""
+
+    def on_eval_start(self, state: RunState) -> None:
+        """Before evaluation, gradients already freed, model still in the mode training left it in."""
+
+    def on_eval_end(self, state: RunState) -> None:
+        """After evaluation, modes and RNG restored; `state.eval_metrics` holds the result."""
+
+    def on_checkpoint_saved(self, state: RunState) -> None:
+        """After `state.checkpoint_path` was written and renamed into place."""
+
+    def on_exception(self, state: RunState) -> None:
+        """When a step or an evaluation raised; `state.exception` is what is about to be re-raised."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a resume: tensors and plain containers only. Empty when there is nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+
+
+HOOKS: tuple[str, ...] = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+def _nothing(state: RunState) -> None:
+    """What an event costs when nobody listens."""
+
+
+class Listeners:
+    """Sends each event to those that override its hook. Worked out once, at construction.
+
+    `listeners.on_step_end(state)` calls the overriding hooks in list order.
+    """
+
+    on_fit_start: Hook
+    on_fit_end: Hook
+    on_step_start: Hook
+    on_backward_start: Hook
+    on_backward_end: Hook
+    on_step_end: Hook
+    on_log: Hook
+    on_eval_start: Hook
+    on_eval_end: Hook
+    on_checkpoint_saved: Hook
+    on_exception: Hook
+
+    def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
+        self.callbacks = list(callbacks)
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise ConfigError(f"callbacks: {callback!r} is not a safetrain.Callback; subclass it and override the hooks you need")
+        for hook in HOOKS:
+            setattr(self, hook, self._fan_out(hook))
+
+    def _fan_out(self, hook: str) -> Hook:
+        bound: list[Hook] = [
+            getattr(c, hook) for c in self.callbacks if getattr(type(c), hook) is not getattr(Callback, hook)
+        ]
+        if not bound:
+            return _nothing
+        if len(bound) == 1:
+            return bound[0]
+        calls = tuple(bound)
+
+        def fan_out(state: RunState) -> None:
+            for call in calls:
+                call(state)
+
+        return fan_out

@@ -1,0 +1,82 @@
+"""What a run looks like from outside: the one object every listener receives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+Phase = Literal["setup", "train", "eval"]
+
+
+@dataclass(slots=True, eq=False)
+class RunState:
+    """The run as listeners may read it. A driver (Trainer, doctor, watch) writes it; listeners write only what is said.
+
+    Steps are optimizer steps. `step` counts the finished ones, so inside the first step it is 0 and `current_step` is 1.
+    Tensors here live on the device and carry no graph, except `micro_loss`; reading one as a number is a host sync,
+    so do it on logging steps only.
+    """
+
+    model: nn.Module
+    optimizers: dict[str, Optimizer]
+    schedulers: dict[str, Any] = field(default_factory=dict)
+    scaler: torch.amp.GradScaler | None = None
+    device: torch.device | None = None
+    run_dir: Path | None = None
+
+    phase: Phase = "setup"
+    step: int = 0
+    """Finished optimizer steps, skipped ones included."""
+    micro_step: int = 0
+    """Micro-batches whose backward has run, over the whole run."""
+    epoch: int = 0
+    """Epochs finished; the first epoch runs with 0."""
+    batch_in_epoch: int = 0
+    """Micro-batches of the running epoch that have been handed to a step."""
+    num_samples: int = 0
+    """Samples of this window, as far as its batches tell."""
+    in_step: bool = False
+
+    batch: Any = None
+    """The micro-batch being processed (on the device); None between steps."""
+    micro_loss: Tensor | None = None
+    """The loss about to be differentiated, with its graph. Set during `on_backward_start` only: never keep it."""
+    loss: Tensor | None = None
+    """Mean loss of the last window: scalar, detached, on the device."""
+    grad_norm: Tensor | None = None
+    """Total gradient norm of the last step, unscaled and before clipping: scalar, on the device."""
+    skipped_steps: int = 0
+    """Steps whose non-finite gradients were kept from the weights. Exact on logging steps, else it may lag by one."""
+
+    is_logging_step: bool = False
+    """This step ends with `on_log`; decided before it starts, so that costly readings are made only then."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """Values of this step's `log` calls and returned metrics: detached tensors or numbers."""
+    row: dict[str, float] = field(default_factory=dict)
+    """Numbers of the row being logged. During `on_log` a listener may add to it; writers come last and write it."""
+    eval_metrics: dict[str, float] = field(default_factory=dict)
+    """Result of the last evaluation, averaged by sample count."""
+
+    exception: BaseException | None = None
+    """Set during `on_exception` only."""
+    checkpoint_path: Path | None = None
+    """Where the last checkpoint was written; valid from `on_checkpoint_saved`."""
+    save_request: str | None = None
+    """A listener sets this to have the run saved at the end of the step; the text says why."""
+    stop_reason: str | None = None
+    """A listener sets this to end the run after the step; the text says why."""
+
+    @property
+    def current_step(self) -> int:
+        """The step a listener should name: counted from 1, the running one inside a step, else the last finished."""
+        return self.step + 1 if self.in_step or self.step == 0 else self.step
+
+    def learning_rates(self) -> dict[str, float]:
+        """Learning rate of each optimizer's first group. A rate kept as a CUDA tensor costs a host sync."""
+        return {name: float(opt.param_groups[0]["lr"]) for name, opt in self.optimizers.items()}

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -60,11 +62,15 @@ class RunState:
     """Values of this step's `log` calls and returned metrics: detached tensors or numbers."""
     row: dict[str, float] = field(default_factory=dict)
     """Numbers of the row being logged. During `on_log` a listener may add to it; writers come last and write it."""
+    attached_metrics: set[str] = field(default_factory=set)
+    """Names of this step's metrics that came with a graph; the loop detached them."""
     eval_metrics: dict[str, float] = field(default_factory=dict)
     """Result of the last evaluation, averaged by sample count."""
 
     exception: BaseException | None = None
     """Set during `on_exception` only."""
+    replay: Callable[[], Tensor] | None = None
+    """Runs the failed micro-batch forward again and returns its loss. Set during `on_exception` only."""
     checkpoint_path: Path | None = None
     """Where the last checkpoint was written; valid from `on_checkpoint_saved`."""
     save_request: str | None = None

@@ -44,6 +44,10 @@ class RunState:
     num_samples: int = 0
     """Samples of this window, as far as its batches tell."""
     in_step: bool = False
+    stepping: tuple[str, ...] = ()
+    """Names of the optimizers about to step, during `on_backward_end`; empty means all."""
+    total_steps: int | None = None
+    """The step that will end the run, where that is known beforehand."""
 
     batch: Any = None
     """The micro-batch being processed (on the device); None between steps."""

@@ -1,0 +1,833 @@
+"""The training loop. Start at `Trainer.train_step`: one optimizer step, read from top to bottom.
+
+This is the one file that touches optimizers, the gradient scaler, grad mode and autocast.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import logging
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from safetrain import batch as batches
+from safetrain import checkpoint, rng
+from safetrain.averages import Averages
+from safetrain.callbacks.base import Callback, Listeners
+from safetrain.deferred import DeferredFlag
+from safetrain.errors import BatchError, ConfigError, NonFiniteError
+from safetrain.loader import EpochLoader
+from safetrain.state import RunState
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Metrics = Mapping[str, "Tensor | float"]
+
+_log = logging.getLogger("safetrain")
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step returns when its loss is not a mean over samples (tokens, pixels, pairs).
+
+    `loss_sum`: scalar, the sum over what counts. `weight`: how many counted, a number or a scalar tensor (no host sync).
+    A window's gradient is that of sum(loss_sum) / sum(weight), whatever the split into micro-batches.
+    `metrics` are means over the same weight.
+    """
+
+    loss_sum: Tensor
+    weight: Tensor | float
+    metrics: Metrics = field(default_factory=dict)
+
+
+class Trainer:
+    """Trains `model`. Subclass it, write `training_step(batch)`, call `fit(train, val)`.
+
+    Args:
+        model: the module to train. It is used as it is: compiling happens in place, no wrapper is put around it.
+        optimizers: one optimizer, or a dict of named ones.
+        schedulers: one learning-rate scheduler, or a dict by optimizer name. Each advances once per optimizer step that
+            was taken (`schedule_every="epoch"`: once an epoch; `ReduceLROnPlateau`: after each evaluation).
+        device: where to train; the model is moved there. Default: where the model is.
+        precision: "fp32", "bf16" (autocast) or "fp16" (autocast with loss scaling).
+        scaler: a `torch.amp.GradScaler` of your own for fp16.
+        accumulate: micro-batches per optimizer step. The gradient equals that of one large batch, short windows included.
+        clip_norm, clip_norm_type, clip_value: clip gradients by total p-norm or by value, after unscaling.
+        clip_per_group: take the norm over each parameter group by itself.
+        nonfinite: what a step with Inf or NaN gradients does: "skip" it (counted and logged) or "raise". Weights are
+            never stepped with them, unless `check_finite` is off.
+        check_finite: the gate that keeps such gradients out. Costs one scalar read a step for optimizers that cannot
+            skip on the device; none for fused ones.
+        max_steps, max_epochs, max_time: when to stop (optimizer steps, epochs, seconds); at least one.
+        eval_every: evaluate after every so many steps; default: after each epoch.
+        limit_batches, limit_eval_batches: micro-batches an epoch, batches an evaluation.
+        overfit_batches: train and evaluate on the first so many batches only.
+        eval_context: "no_grad" or "inference_mode".
+        log_every: steps between rows of the log; the first step is logged too.
+        seed: seeds every generator when `fit` starts a new run.
+        deterministic: let torch refuse operations that do not repeat bit for bit.
+        compile, activation_checkpoint: see `safetrain.compile` and `safetrain.activation_checkpoint`.
+        callbacks: listeners, called in list order.
+        guards: "default", "off", or a policy by rule code such as `{"G101": "error"}`.
+        strict: warnings of the guards stop the run.
+        run_dir: where findings, logs and checkpoints go; nothing is written without one.
+
+    Raises:
+        ConfigError: a setting is wrong or contradicts another.
+    """
+
+    params: Any = None
+    """The subclass's own typed parameters, when built from a config."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Optimizer | Mapping[str, Optimizer],
+        schedulers: LRScheduler | Mapping[str, LRScheduler] | None = None,
+        *,
+        device: torch.device | str | None = None,
+        precision: Precision = "fp32",
+        scaler: torch.amp.GradScaler | None = None,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        clip_norm_type: float = 2.0,
+        clip_value: float | None = None,
+        clip_per_group: bool = False,
+        nonfinite: Literal["skip", "raise"] = "skip",
+        check_finite: bool = True,
+        schedule_every: Literal["step", "epoch"] = "step",
+        max_steps: int | None = None,
+        max_epochs: int | None = None,
+        max_time: float | None = None,
+        eval_every: int | None = None,
+        limit_batches: int | None = None,
+        limit_eval_batches: int | None = None,
+        overfit_batches: int = 0,
+        eval_context: Literal["no_grad", "inference_mode"] = "no_grad",
+        log_every: int = 50,
+        seed: int | None = None,
+        deterministic: bool = False,
+        compile: Any = None,
+        activation_checkpoint: Any = None,
+        callbacks: Iterable[Callback] = (),
+        guards: Literal["default", "off"] | Mapping[str, Any] = "default",
+        strict: bool = False,
+        run_dir: str | Path | None = None,
+    ) -> None:
+        self.model = model
+        self.device = torch.device(device) if device is not None else _device_of(model)
+        self.precision = precision
+        self.accumulate = accumulate
+        self.clip_norm, self.clip_norm_type, self.clip_value = clip_norm, clip_norm_type, clip_value
+        self.clip_per_group = clip_per_group
+        self.nonfinite, self.check_finite = nonfinite, check_finite
+        self.schedule_every = schedule_every
+        self.max_steps, self.max_epochs, self.max_time = max_steps, max_epochs, max_time
+        self.eval_every = eval_every
+        self.limit_batches, self.limit_eval_batches = limit_batches, limit_eval_batches
+        self.overfit_batches = overfit_batches
+        self.eval_context = eval_context
+        self.log_every = log_every
+        self.seed, self.deterministic = seed, deterministic
+        _check_settings(self)
+
+        model.to(self.device)
+        named = dict(optimizers) if isinstance(optimizers, Mapping) else {"main": optimizers}
+        schedules = dict(schedulers) if isinstance(schedulers, Mapping) else {"main": schedulers} if schedulers else {}
+        _check_optimizers(named, schedules, precision)
+        if precision == "fp16" and scaler is None:
+            scaler = torch.amp.GradScaler(self.device.type)
+        self.state = RunState(model=model, optimizers=named, schedulers=schedules, scaler=scaler, device=self.device)
+        self.state.run_dir = Path(run_dir) if run_dir is not None else None
+        self.train_loader: EpochLoader | None = None
+        self.callbacks = list(callbacks)
+        self.listeners = Listeners(self.callbacks)
+
+        self._closure_optimizer = next((name for name, opt in named.items() if _needs_closure(opt)), None)
+        self._autocast = torch.autocast(self.device.type, _AUTOCAST[precision]) if precision != "fp32" else nullcontext()
+        self._move: Callable[[Any], Any] = (
+            (lambda batch: batch) if self.device.type == "cpu" else (lambda batch: batches.to_device(batch, self.device))
+        )
+        self._stepped: set[str] = set()  # optimizers that stepped since the scaler was last updated
+        self._verdicts = {name: DeferredFlag(self.device) for name in named}  # must the last step be counted as skipped?
+        for name, opt in named.items():
+            opt.register_step_post_hook(functools.partial(_note_step, self._stepped, name))
+        self._outside: list[nn.Parameter] = []  # trained by no optimizer
+        self._overfit_set: list[Any] = []
+        self._evaluated_at = -1  # step of the last evaluation
+        self._rates: dict[str, float] = {}  # learning rates that the logged step used
+        self._averages: Averages | None = None  # takes metrics on logging steps and in evaluations
+        self._weight: Tensor | float = 1.0  # of the micro-batch that runs
+
+    # ------------------------------------------------------------------ what a subclass writes
+
+    def training_step(self, batch: Any) -> Tensor | tuple[Tensor, Metrics] | StepOutput:
+        """Loss of one micro-batch: a mean loss, `(mean loss, metrics)`, or a `StepOutput`."""
+        raise ConfigError(f"{type(self).__name__} has no training_step; define `def training_step(self, batch)` returning the loss")
+
+    def evaluation_step(self, batch: Any) -> Any:
+        """The same for evaluation, or a dict of metrics alone. Default: `training_step`."""
+        return self.training_step(batch)
+
+    def predict_step(self, batch: Any) -> Any:
+        """What `predict` collects for one batch. Default: the model's output."""
+        return self.model(batch)
+
+    def batch_size(self, batch: Any) -> int:
+        """Samples in a batch: weighs mean losses and metrics. Default: first dimension of the first tensor."""
+        return batches.batch_size(batch)
+
+    # ------------------------------------------------------------------ one optimizer step
+
+    def train_step(self, window: Sequence[Any]) -> None:
+        """One optimizer step over a window of micro-batches. Override it for GAN-like trainings, with the same helpers.
+
+        The gradient is that of one large batch: a mean loss counts by its samples, a `StepOutput` by its weight.
+        """
+        if self._closure_optimizer is not None:
+            return self._closure_step(self._closure_optimizer, window)
+        self.zero_grad()  # at the start: a window that failed half way leaves nothing behind
+        self.forward_backward(window)
+        self.optimizer_step()
+
+    def forward_backward(self, window: Sequence[Any]) -> Tensor:
+        """Forward and backward of each micro-batch; gradients add up to the window's mean.
+
+        Returns the window's mean loss: scalar, detached, on the device.
+        """
+        state = self.state
+        shares = _Shares([self.batch_size(batch) for batch in window])
+        state.num_samples = shares.num_samples
+        for index, batch in enumerate(window):
+            state.batch = batch = self._move(batch)
+            self._weight = shares.sizes[index]
+            with self._autocast:
+                output = self.training_step(batch)
+            loss, weight, metrics = _unpack(output)
+            del output  # a language model's logits must not sit under the peak of backward
+            if metrics:
+                self._take_metrics(metrics, self._weight if weight is None else weight)
+            self.backward(shares.share_of(loss, weight, index, self._gradients))
+        state.loss = shares.finish(self._gradients)
+        return state.loss
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Differentiate a scalar loss, scaled under fp16. `options` go to `Tensor.backward`.
+
+        Raises:
+            BatchError: the loss is no scalar tensor, or carries no graph.
+        """
+        state = self.state
+        if loss.ndim or not loss.requires_grad:
+            _check_loss(loss, state)
+        state.micro_loss = loss
+        self.listeners.on_backward_start(state)
+        state.micro_loss = None
+        if state.scaler is not None:
+            loss = state.scaler.scale(loss)
+        loss.backward(**options)
+        state.micro_step += 1
+
+    def optimizer_step(self, *names: str) -> None:
+        """Unscale, clip and step the named optimizers (default: all), keeping Inf and NaN out of the weights.
+
+        The schedule of each moves only if its step was taken. No host sync for optimizers that skip on the device
+        (fused ones); one scalar read otherwise.
+        """
+        state, scaler = self.state, self.state.scaler
+        chosen = self._named(names)
+        self._settle(chosen)  # schedules move before this step reads its learning rate
+        if scaler is not None:
+            self._unscale(scaler, chosen)
+        self.listeners.on_backward_end(state)
+        norm = self._clip(chosen)
+        for name, opt in chosen.items():
+            if state.is_logging_step:
+                self._rates[name] = float(opt.param_groups[0]["lr"])
+            if norm is None and not self._gradients((name,)):
+                continue  # nothing to step; the guards say why
+            self._step_if_finite(name, opt, norm)
+
+    def zero_grad(self, *names: str) -> None:
+        """Drop the gradients of the named optimizers' parameters; without names, of everything trained."""
+        for opt in self._named(names).values():
+            if type(opt).zero_grad is not Optimizer.zero_grad:
+                opt.zero_grad()
+            for group in opt.param_groups:
+                for param in group["params"]:
+                    param.grad = None
+        if not names:
+            for param in self._outside:
+                param.grad = None
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context that `training_step` runs in, for forwards of your own in an overridden `train_step`."""
+        return self._autocast
+
+    def log(self, name: str, value: Tensor | float) -> None:
+        """Log a scalar from inside a step. Averaged over the window's (the evaluation's) micro-batches by samples.
+
+        In training only logging steps keep it. A tensor may carry a graph: it is detached here, and rule G102 tells.
+        """
+        self._take_metrics({name: value}, self._weight)
+
+    def _unscale(self, scaler: torch.amp.GradScaler, chosen: Mapping[str, Optimizer]) -> None:
+        if not self._stepped.isdisjoint(chosen):
+            scaler.update()  # a second step within one window (n critic steps): the scaler allows one per update
+            self._stepped.clear()
+        for name, opt in chosen.items():
+            if self._gradients((name,)):
+                scaler.unscale_(opt)
+
+    def _clip(self, chosen: Mapping[str, Optimizer]) -> Tensor | None:
+        """Clip what `chosen` will step; keeps and returns the total norm before clipping, None when nobody needs it."""
+        state = self.state
+        gate_needs_it = self.check_finite and state.scaler is None
+        if not (self.clip_norm is not None or gate_needs_it or state.is_logging_step):
+            norm = None
+        elif self.clip_per_group:
+            norm = self._clip_each_group(chosen)
+        else:
+            params = [p for o in chosen.values() for g in o.param_groups for p in g["params"] if p.grad is not None]
+            norm = get_total_norm([p.grad for p in params], self.clip_norm_type) if params else None
+            if self.clip_norm is not None and norm is not None:
+                clip_grads_with_norm_(params, self.clip_norm, norm)
+        if self.clip_value is not None:
+            clip_grad_value_([p for o in chosen.values() for g in o.param_groups for p in g["params"]], self.clip_value)
+        state.grad_norm = norm
+        return norm
+
+    def _clip_each_group(self, chosen: Mapping[str, Optimizer]) -> Tensor | None:
+        norms = []
+        for group in (group for opt in chosen.values() for group in opt.param_groups):
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                norms.append(get_total_norm([p.grad for p in params], self.clip_norm_type))
+                if self.clip_norm is not None:
+                    clip_grads_with_norm_(params, self.clip_norm, norms[-1])
+        return get_total_norm(norms, self.clip_norm_type) if norms else None
+
+    def _step_if_finite(self, name: str, opt: Optimizer, norm: Tensor | None) -> None:
+        """Step `opt` unless its gradients are not finite, and move its schedule if it stepped."""
+        scaler = self.state.scaler
+        skips_on_device = getattr(opt, "_step_supports_amp_scaling", False)
+        if scaler is not None:
+            self._stepped.discard(name)
+            scaler.step(opt)  # reads one scalar, unless the optimizer skips on the device
+            if skips_on_device:
+                self._defer(name, _found_inf(scaler, opt))
+            else:
+                self._conclude(name, taken=name in self._stepped)
+            self._stepped.add(name)
+        elif norm is None or not self.check_finite:
+            opt.step()
+            self._conclude(name, taken=True)
+        elif skips_on_device:
+            found_inf = torch.ne(norm * 0, 0).to(torch.float32)  # Inf and NaN times zero are NaN, which differs from zero
+            opt.grad_scale, opt.found_inf = None, found_inf  # type: ignore[attr-defined]
+            try:
+                opt.step()
+            finally:
+                del opt.grad_scale, opt.found_inf  # type: ignore[attr-defined]
+            self._defer(name, found_inf)
+        else:
+            taken = math.isfinite(norm.item())
+            if taken:
+                opt.step()
+            self._conclude(name, taken=taken)
+
+    def _defer(self, name: str, found_inf: Tensor) -> None:
+        verdict = self._verdicts[name]
+        verdict.put(found_inf)
+        if not verdict.waits:
+            self._settle((name,))
+
+    def _settle(self, names: Iterable[str]) -> None:
+        """Act on verdicts that the device left behind in an earlier step."""
+        for name in names:
+            skipped = self._verdicts[name].take()
+            if skipped is not None:
+                self._conclude(name, taken=not skipped)
+
+    def _conclude(self, name: str, *, taken: bool) -> None:
+        """Move the schedule of a step that was taken; count, tell or raise one that was not."""
+        state = self.state
+        if taken:
+            scheduler = state.schedulers.get(name)
+            if scheduler is not None and self.schedule_every == "step" and not _is_plateau(scheduler):
+                scheduler.step()
+            return
+        state.skipped_steps += 1
+        told = (
+            f"step {state.current_step}: the gradients of optimizer `{name}` were Inf or NaN, so the step was skipped "
+            "and the weights are as before"
+        )
+        if self.nonfinite == "raise":
+            raise NonFiniteError(f"{told}. `nonfinite='skip'` goes on instead")
+        if state.scaler is None and state.skipped_steps == 1:  # under loss scaling, skips are how the scale is found
+            warnings.warn(f"{told}; further ones are counted in `train/skipped_steps`", RuntimeWarning, stacklevel=2)
+
+    def _closure_step(self, name: str, window: Sequence[Any]) -> None:
+        """One step of an optimizer that evaluates the window several times (LBFGS)."""
+        opt = self.state.optimizers[name]
+        params = [p for group in opt.param_groups for p in group["params"]]
+        before = [p.detach().clone() for p in params]
+        self._rates[name] = float(opt.param_groups[0]["lr"])
+
+        def closure() -> Tensor:
+            self.zero_grad()
+            loss = self.forward_backward(window)
+            self.listeners.on_backward_end(self.state)
+            norm = self._clip({name: opt})
+            if self.check_finite and norm is not None and not math.isfinite(norm.item()):
+                raise _NonFiniteInClosure
+            return loss
+
+        try:
+            loss = opt.step(closure)
+        except _NonFiniteInClosure:
+            with torch.no_grad():
+                torch._foreach_copy_(params, before)
+            opt.state.clear()  # the curvature it had gathered led here
+            self._conclude(name, taken=False)
+        else:
+            if isinstance(loss, Tensor):
+                self.state.loss = loss.detach()  # at the point where the step began
+            self._conclude(name, taken=True)
+
+    # ------------------------------------------------------------------ the run
+
+    def fit(self, train: Iterable[Any], val: Iterable[Any] | None = None, *, resume: str | Path | None = None) -> RunState:
+        """Train until `max_steps`, `max_epochs`, `max_time` or a listener says stop.
+
+        `resume` names a checkpoint or a run directory (its latest checkpoint); the run then goes on as if it had never
+        stopped. Returns the final state.
+
+        Raises:
+            ConfigError: nothing says when to stop.
+            BatchError: a loader is empty, or a step returned something that cannot be trained on.
+            CheckpointError: `resume` is missing, damaged, or from another model. Nothing was changed.
+        """
+        self._start_run(train, resume)
+        state = self.state
+        started = time.monotonic()
+        val = self._overfit_set if self.overfit_batches else val
+        try:
+            with rng.deterministic_algorithms(self.deterministic):
+                self.listeners.on_fit_start(state)
+                while not self._should_stop(started):
+                    self._run_epoch(val, started)
+                if val is not None and self._evaluated_at != state.step and state.step:
+                    self._evaluate_and_log(val)
+                self._save_if_requested()
+        except BaseException as error:
+            state.exception, state.replay = error, self._replay
+            self.listeners.on_exception(state)
+            raise
+        finally:
+            state.exception = state.replay = state.batch = state.micro_loss = None
+            state.in_step = False
+            self.listeners.on_fit_end(state)
+        return state
+
+    def _start_run(self, train: Iterable[Any], resume: str | Path | None) -> None:
+        if self.max_steps is None and self.max_epochs is None and self.max_time is None:
+            raise ConfigError("fit would never end: give the Trainer max_steps, max_epochs or max_time")
+        state = self.state
+        self._overfit_set = _first(train, self.overfit_batches) if self.overfit_batches else []
+        self.train_loader = EpochLoader(self._overfit_set or train, name="train")
+        self._find_outside()
+        if not self.model.training:
+            self.model.train()  # a model with only some modules in eval mode was set up so on purpose
+        state.phase, state.stop_reason, state.save_request = "train", None, None
+        if resume is not None:
+            self.load(resume)
+        elif self.seed is not None and state.step == 0:
+            rng.seed_everything(self.seed)
+        _log.info("listeners, in order: %s", ", ".join(type(c).__name__ for c in self.listeners.callbacks) or "none")
+
+    def _find_outside(self) -> None:
+        """Trainable parameters of the model that no optimizer holds: their gradients are dropped each step as well."""
+        held = {id(p) for opt in self.state.optimizers.values() for g in opt.param_groups for p in g["params"]}
+        self._outside = [p for p in self.model.parameters() if id(p) not in held and p.requires_grad]
+
+    def _run_epoch(self, val: Iterable[Any] | None, started: float) -> None:
+        """Steps until the loader ends; returns early when the run should stop."""
+        state, loader = self.state, self.train_loader
+        assert loader is not None
+        iterator = loader.start_epoch(state.epoch)
+        if self.limit_batches is not None:
+            iterator = itertools.islice(iterator, max(0, self.limit_batches - loader.batches_done))
+        while window := list(itertools.islice(iterator, self.accumulate)):
+            state.batch_in_epoch = loader.batches_done
+            self._run_step(window)
+            if self.eval_every is not None and val is not None and state.step % self.eval_every == 0:
+                self._evaluate_and_log(val)
+            self._save_if_requested()
+            if self._should_stop(started):
+                return
+        self._end_epoch(val)
+
+    def _end_epoch(self, val: Iterable[Any] | None) -> None:
+        state = self.state
+        self._settle(state.optimizers)
+        state.epoch, state.batch_in_epoch = state.epoch + 1, 0
+        if self.schedule_every == "epoch":
+            for scheduler in state.schedulers.values():
+                if not _is_plateau(scheduler):
+                    scheduler.step()
+        self._find_outside()
+        if self.eval_every is None and val is not None:
+            self._evaluate_and_log(val)
+        self._save_if_requested()
+
+    def _run_step(self, window: Sequence[Any]) -> None:
+        """`train_step` with its events and counters."""
+        state = self.state
+        state.in_step = True
+        state.is_logging_step = logging_step = state.step == 0 or (state.step + 1) % self.log_every == 0
+        self._averages = Averages(self.device) if logging_step else None
+        self._stepped.clear()
+        self.listeners.on_step_start(state)
+        self.train_step(window)
+        if state.scaler is not None and self._stepped:
+            state.scaler.update()
+        state.step += 1
+        state.in_step = False
+        state.batch = None
+        self.listeners.on_step_end(state)
+        if logging_step:
+            self._log_step()
+        if state.attached_metrics:
+            state.attached_metrics = set()
+
+    def _should_stop(self, started: float) -> bool:
+        state = self.state
+        if self.max_steps is not None and state.step >= self.max_steps:
+            return True
+        if self.max_epochs is not None and state.epoch >= self.max_epochs:
+            return True
+        if self.max_time is not None and time.monotonic() - started >= self.max_time:
+            return True
+        return state.stop_reason is not None
+
+    def _save_if_requested(self) -> None:
+        state = self.state
+        if state.save_request is None:
+            return
+        if state.run_dir is None:
+            raise ConfigError(f"a checkpoint was asked for ({state.save_request}) but the Trainer has no run_dir to write it to")
+        state.save_request = None
+        state.checkpoint_path = self.save(state.run_dir / "checkpoints")
+        self.listeners.on_checkpoint_saved(state)
+
+    def save(self, directory: str | Path) -> Path:
+        """Write everything that shapes the rest of the run into a new folder `step_NNNNNNNN` of `directory`; its path."""
+        self._settle(self.state.optimizers)
+        return checkpoint.write(checkpoint.capture(self), Path(directory))
+
+    def load(self, path: str | Path) -> None:
+        """Take up the run that `save` wrote to `path` (a checkpoint, or a run directory: its latest one).
+
+        Raises:
+            CheckpointError: it is missing, damaged, or from another model. Nothing was changed.
+        """
+        checkpoint.restore(self, checkpoint.read(checkpoint.latest(Path(path))))
+
+    def _replay(self) -> Tensor:
+        """The loss of the micro-batch in `state.batch`, forward run again, with its graph."""
+        with self._autocast:
+            return _unpack(self.training_step(self.state.batch))[0]
+
+    # ------------------------------------------------------------------ evaluation
+
+    def evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
+        """Metrics over `loader`, averaged by samples (a `StepOutput`'s by its weight). One host sync, at the end.
+
+        Runs without graphs, in eval mode, with the generators put back afterwards and each submodule's mode as it was.
+
+        Raises:
+            BatchError: the loader is empty, or a step returned nothing to average.
+        """
+        state = self.state
+        averages = Averages(self.device)
+        with self._evaluating(averages):
+            count = self._evaluation_loop(loader, averages)
+            if not count:
+                raise BatchError("evaluation: the loader gave no batch; check its dataset, batch_size and drop_last")
+            state.eval_metrics = averages.compute()
+        self.listeners.on_eval_end(state)
+        return state.eval_metrics
+
+    def _evaluation_loop(self, loader: Iterable[Any], averages: Averages) -> int:
+        step, move, size_of, add = self.evaluation_step, self._move, self.batch_size, averages.add
+        count = 0
+        for batch in itertools.islice(loader, self.limit_eval_batches):
+            batch = move(batch)
+            self._weight = size = size_of(batch)
+            output = step(batch)
+            count += 1
+            if isinstance(output, Tensor):
+                add("loss", output.detach() if output.requires_grad else output, size)
+            elif isinstance(output, Mapping):
+                self._take_metrics(output, size)
+            elif output is not None:
+                loss, weight, metrics = _unpack(output)
+                if weight is None:
+                    add("loss", loss.detach(), size)
+                else:
+                    averages.add_sum("loss", loss.detach(), weight)
+                if metrics:
+                    self._take_metrics(metrics, size if weight is None else weight)
+        return count
+
+    def predict(self, loader: Iterable[Any]) -> list[Any]:
+        """`predict_step` of every batch, without graphs, on the CPU. A host sync a batch on accelerators."""
+        with self._evaluating(None):
+            return [batches.to_host(self.predict_step(self._move(batch))) for batch in loader]
+
+    @contextmanager
+    def _evaluating(self, averages: Averages | None) -> Iterator[None]:
+        """Eval mode without graphs; afterwards phase, generators and the mode of every submodule are as they were."""
+        state, before = self.state, (self.state.phase, self._averages)
+        state.phase, self._averages = "eval", averages
+        modes = [(module, module.training) for module in self.model.modules()]
+        context = torch.inference_mode() if self.eval_context == "inference_mode" else torch.no_grad()
+        self.listeners.on_eval_start(state)
+        try:
+            self.model.eval()
+            with rng.preserved(), context, self._autocast:
+                yield
+        finally:
+            for module, training in modes:
+                module.training = training
+            state.phase, self._averages = before
+
+    def _evaluate_and_log(self, val: Iterable[Any]) -> None:
+        state = self.state
+        self._settle(state.optimizers)
+        self.zero_grad()  # gradients would sit under the peak of evaluation, and the next step drops them anyway
+        metrics = self.evaluate(val)
+        self._evaluated_at = state.step
+        if "loss" in metrics:
+            for scheduler in state.schedulers.values():
+                if _is_plateau(scheduler):
+                    scheduler.step(metrics["loss"])
+        state.row = {f"val/{name}": value for name, value in metrics.items()}
+        self.listeners.on_log(state)
+
+    # ------------------------------------------------------------------ numbers for the log
+
+    def _take_metrics(self, metrics: Metrics, weight: Tensor | float) -> None:
+        averages = self._averages
+        for name, value in metrics.items():
+            if isinstance(value, Tensor) and value.requires_grad:
+                self.state.attached_metrics.add(name)
+                value = value.detach()
+            if averages is not None:
+                averages.add(name, value, weight)
+
+    def _log_step(self) -> None:
+        """Fill `state.row` and send it out: the host sync of a logging step."""
+        state, averages = self.state, self._averages
+        assert averages is not None
+        self._settle(state.optimizers)
+        if state.loss is not None:
+            averages.add("loss", state.loss, 1.0)
+        if state.grad_norm is not None:
+            averages.add("grad_norm", state.grad_norm, 1.0)
+        state.metrics = averages.compute()
+        state.row = {f"train/{name}": value for name, value in state.metrics.items()}
+        for name, rate in self._rates.items():
+            state.row["train/lr" if len(state.optimizers) == 1 else f"train/lr/{name}"] = rate
+        state.row["train/skipped_steps"] = float(state.skipped_steps)
+        if state.scaler is not None:
+            state.row["train/loss_scale"] = state.scaler.get_scale()
+        self._averages = None
+        self.listeners.on_log(state)
+
+    # ------------------------------------------------------------------ small helpers
+
+    def _named(self, names: Sequence[str]) -> Mapping[str, Optimizer]:
+        optimizers = self.state.optimizers
+        if not names:
+            return optimizers
+        for name in names:
+            if name not in optimizers:
+                raise ConfigError(f"there is no optimizer `{name}`; the Trainer has {', '.join(map(repr, optimizers))}")
+        return {name: optimizers[name] for name in names}
+
+    def _gradients(self, names: Sequence[str] = ()) -> list[Tensor]:
+        """The gradients that the named optimizers (default: all) would step."""
+        chosen = self._named(names).values()
+        return [p.grad for opt in chosen for g in opt.param_groups for p in g["params"] if p.grad is not None]
+
+
+class _NonFiniteInClosure(Exception):
+    """Leaves an optimizer's line search before it writes Inf or NaN into the weights."""
+
+
+class _Shares:
+    """Splits a window's gradient exactly: each micro-batch counts by its samples, or by its `StepOutput.weight`."""
+
+    __slots__ = ("_reference", "_total", "_weights", "num_samples", "sizes")
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+        self.num_samples = sum(sizes)
+        self._total: Tensor | None = None  # of the shares handed out, detached
+        self._weights: Tensor | float | None = None
+        self._reference: Tensor | float = 1.0
+
+    def share_of(self, loss: Tensor, weight: Tensor | float | None, index: int, gradients: Callable[[], list[Tensor]]) -> Tensor:
+        """What to differentiate for micro-batch `index`."""
+        if index and (weight is None) != (self._weights is None):
+            raise BatchError("training_step returned a StepOutput for some micro-batches of a window and a mean loss for others")
+        if weight is not None:
+            loss = self._share_of_sum(loss, weight, gradients)
+        elif len(self.sizes) > 1:
+            loss = loss / (self.num_samples / self.sizes[index])  # so that k equal ones are divided by exactly k
+        detached = loss.detach()
+        self._total = detached if self._total is None else self._total + detached
+        return loss
+
+    def _share_of_sum(self, loss: Tensor, weight: Tensor | float, gradients: Callable[[], list[Tensor]]) -> Tensor:
+        """The weights to come are unknown: divide by a guess now, and `finish` corrects the gradients once."""
+        if self._weights is None:
+            several = len(self.sizes) > 1
+            if several and gradients():
+                raise BatchError(
+                    "forward_backward over several StepOutputs corrects the gradients at its end, but some were there before "
+                    "it began; call it before any other backward of the step"
+                )
+            self._weights = weight
+            self._reference = (weight + (weight == 0)) * len(self.sizes) if several else weight
+        else:
+            self._weights = self._weights + weight
+        return loss / self._reference
+
+    def finish(self, gradients: Callable[[], list[Tensor]]) -> Tensor:
+        """Correct the gradients where weights were guessed; the window's mean loss, detached."""
+        assert self._total is not None
+        if self._weights is None or len(self.sizes) == 1:
+            return self._total
+        factor = self._reference / self._weights
+        with torch.no_grad():
+            torch._foreach_mul_(gradients(), factor)
+        return self._total * factor
+
+
+def _unpack(output: Any) -> tuple[Tensor, Tensor | float | None, Metrics | None]:
+    """(loss, weight or None for a mean loss, metrics or None) of what a step returned."""
+    if isinstance(output, Tensor):
+        return output, None, None
+    if isinstance(output, StepOutput):
+        return output.loss_sum, output.weight, output.metrics
+    if isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], Tensor) and isinstance(output[1], Mapping):
+        return output[0], None, output[1]
+    raise BatchError(
+        f"a step returned {_described(output)}; return the loss as a tensor, `(loss, metrics)` or a StepOutput"
+    )
+
+
+def _described(value: Any) -> str:
+    if value is None:
+        return "None (is a `return` missing?)"
+    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, (tuple, list)) else "")
+
+
+def _check_loss(loss: Tensor, state: RunState) -> None:
+    where = f"step {state.current_step}: the loss"
+    if loss.numel() != 1:
+        raise BatchError(
+            f"{where} has shape {tuple(loss.shape)}, but a loss is one number: return `loss.mean()`, or "
+            "StepOutput(loss.sum(), loss.numel()) (torch: grad can be implicitly created only for scalar outputs)"
+        )
+    if not loss.requires_grad:
+        raise BatchError(
+            f"{where} carries no graph, so nothing would be trained: it was computed without gradients, or its path was cut "
+            "by detach, item, argmax or a no_grad block (torch: element 0 of tensors does not require grad and does not "
+            "have a grad_fn)"
+        )
+
+
+def _found_inf(scaler: torch.amp.GradScaler, opt: Optimizer) -> Tensor:
+    """What `unscale_` found, on the device: non-zero when a gradient was Inf or NaN."""
+    found = scaler._found_inf_per_device(opt)
+    return sum(found.values()) if len(found) > 1 else next(iter(found.values()))  # type: ignore[return-value]
+
+
+def _note_step(stepped: set[str], name: str, *_: Any) -> None:
+    """Post-hook of an optimizer: it was really stepped (the scaler may have skipped it)."""
+    stepped.add(name)
+
+
+def _first(loader: Iterable[Any], count: int) -> list[Any]:
+    return list(itertools.islice(loader, count))
+
+
+def _is_plateau(scheduler: Any) -> bool:
+    return isinstance(scheduler, ReduceLROnPlateau)
+
+
+def _needs_closure(opt: Optimizer) -> bool:
+    closure = inspect.signature(type(opt).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    tensor = next(itertools.chain(model.parameters(), model.buffers()), None)
+    return tensor.device if tensor is not None else torch.device("cpu")
+
+
+def _check_settings(t: Trainer) -> None:
+    """One clear error for a setting that cannot be meant."""
+    if not isinstance(t.model, nn.Module):
+        raise ConfigError(f"model is a {type(t.model).__name__}; the Trainer needs a torch.nn.Module")
+    if t.precision not in ("fp32", "bf16", "fp16"):
+        raise ConfigError(f"precision={t.precision!r}; it is 'fp32', 'bf16' or 'fp16'")
+    choices = {"nonfinite": ("skip", "raise"), "eval_context": ("no_grad", "inference_mode"), "schedule_every": ("step", "epoch")}
+    for name, allowed in choices.items():
+        if getattr(t, name) not in allowed:
+            raise ConfigError(f"{name}={getattr(t, name)!r}; it is {' or '.join(map(repr, allowed))}")
+    for name in ("accumulate", "log_every", "max_steps", "max_epochs", "max_time", "eval_every", "limit_batches",
+                 "limit_eval_batches", "clip_norm", "clip_value", "clip_norm_type"):  # fmt: skip
+        value = getattr(t, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"{name}={value!r}; it must be above zero")
+    if t.overfit_batches < 0:
+        raise ConfigError(f"overfit_batches={t.overfit_batches}; it is a count of batches, 0 for off")
+    if t.clip_norm is not None and t.clip_value is not None:
+        raise ConfigError("clip_norm and clip_value are both set; clip by one of them")
+    if t.nonfinite == "raise" and not t.check_finite:
+        raise ConfigError("nonfinite='raise' needs check_finite, which is off")
+
+
+def _check_optimizers(optimizers: dict[str, Optimizer], schedulers: dict[str, Any], precision: str) -> None:
+    if not optimizers:
+        raise ConfigError("optimizers is empty; give the Trainer at least one optimizer")
+    for name, opt in optimizers.items():
+        if not isinstance(opt, Optimizer):
+            raise ConfigError(f"optimizer `{name}` is a {type(opt).__name__}; the Trainer needs a torch.optim.Optimizer")
+        if _needs_closure(opt) and (len(optimizers) > 1 or precision == "fp16"):
+            other = "precision='fp16'" if precision == "fp16" else "other optimizers"
+            raise ConfigError(f"optimizer `{name}` ({type(opt).__name__}) evaluates a closure, which does not go with {other}")
+    for name, scheduler in schedulers.items():
+        if name not in optimizers:
+            raise ConfigError(f"schedulers names `{name}`, but the optimizers are {', '.join(map(repr, optimizers))}")
+        if getattr(scheduler, "optimizer", optimizers[name]) is not optimizers[name]:
+            raise ConfigError(f"the scheduler of `{name}` was built for another optimizer than the Trainer's `{name}`")

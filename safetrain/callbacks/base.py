@@ -47,6 +47,9 @@ class Callback:
     def on_step_end(self, state: RunState) -> None:
         """After the optimizer (or the decision to skip it) and the schedule."""
 
+    def on_epoch_end(self, state: RunState) -> None:
+        """After the last step of an epoch, `state.epoch` counting it, before the evaluation that may follow."""
+
     def on_log(self, state: RunState) -> None:
         """On logging steps after `on_step_end`, and after each evaluation: `state.row` holds numbers to add to or write."""
 
@@ -89,6 +92,7 @@ class Listeners:
     on_backward_start: Hook
     on_backward_end: Hook
     on_step_end: Hook
+    on_epoch_end: Hook
     on_log: Hook
     on_eval_start: Hook
     on_eval_end: Hook

@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from safetrain.errors import NonFiniteError as NonFiniteError
     from safetrain.errors import SafetrainError as SafetrainError
     from safetrain.findings import Finding as Finding
-    from safetrain.loop import StepOutput as StepOutput
     from safetrain.loop import Trainer as Trainer
     from safetrain.rng import seed_everything as seed_everything
     from safetrain.state import RunState as RunState
+    from safetrain.weighting import StepOutput as StepOutput
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Trainer": "loop",
-    "StepOutput": "loop",
+    "StepOutput": "weighting",
     "RunState": "state",
     "Callback": "callbacks.base",
     "Finding": "findings",

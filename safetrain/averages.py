@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from safetrain.errors import BatchError
 
 
 class Averages:
-    """Means of scalars by weight (samples, tokens). `add` never syncs; `compute` syncs once for all names."""
+    """Means of scalars by weight (samples, tokens). Nothing syncs but `compute`, which syncs once for all names."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -21,29 +21,20 @@ class Averages:
 
     def add(self, name: str, value: Tensor | float, weight: Tensor | float) -> None:
         """Count `value`, a scalar without graph, `weight` times."""
-        total = self._totals.get(name)
-        if total is None:
-            total = self._totals[name] = torch.zeros((), dtype=self._dtype, device=self._device)
-            self._weights[name] = 0.0
         if isinstance(value, Tensor) and value.ndim:
             value = _scalar(name, value)
-        if isinstance(weight, Tensor):
-            total.add_(value * weight)
-        elif isinstance(value, Tensor):
-            total.add_(value, alpha=weight)
-        else:
-            total.add_(value * weight)
-        self._weights[name] = self._weights[name] + weight
+        self._count(name, value * weight, weight)
 
     def add_sum(self, name: str, value_sum: Tensor, weight: Tensor | float) -> None:
         """Count a sum over `weight` items, as `StepOutput.loss_sum` is."""
-        if name not in self._totals:
-            self.add(name, 0.0, 0.0)
-        self._totals[name].add_(value_sum)
-        self._weights[name] = self._weights[name] + weight
+        self._count(name, value_sum, weight)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._totals)
+    def extend(self, name: str, values: Sequence[Tensor], weights: Sequence[float]) -> None:
+        """Count scalars on one device, each by its weight: a fraction of the cost of adding them one by one."""
+        if values:
+            counts = torch.tensor(weights, dtype=self._dtype, device=self._device)
+            total = torch.dot(torch.stack([_scalar(name, v) for v in values]).to(self._dtype), counts)
+            self._count(name, total, float(sum(weights)))
 
     def compute(self) -> dict[str, float]:
         """The means as numbers: one host sync, however many names."""
@@ -52,8 +43,17 @@ class Averages:
         means = [total / self._weights[name] for name, total in self._totals.items()]
         return dict(zip(self._totals, torch.stack(means).tolist(), strict=True))
 
+    def _count(self, name: str, amount: Tensor | float, weight: Tensor | float) -> None:
+        if name not in self._totals:
+            self._totals[name] = torch.zeros((), dtype=self._dtype, device=self._device)
+            self._weights[name] = 0.0
+        self._totals[name].add_(amount)
+        self._weights[name] = self._weights[name] + weight
+
 
 def _scalar(name: str, value: Tensor) -> Tensor:
+    if value.ndim == 0:
+        return value
     if value.numel() != 1:
         raise BatchError(
             f"metric `{name}` has shape {tuple(value.shape)}; a metric is one number a batch: return `{name}.mean()`"

@@ -6,15 +6,13 @@ This is the one file that touches optimizers, the gradient scaler, grad mode and
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import logging
 import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,27 +29,14 @@ from safetrain.callbacks.base import Callback, Listeners
 from safetrain.deferred import DeferredFlag
 from safetrain.errors import BatchError, ConfigError, NonFiniteError
 from safetrain.loader import EpochLoader
+from safetrain.settings import check_optimizers, check_settings, needs_closure
 from safetrain.state import RunState
+from safetrain.weighting import Metrics, Shares, StepOutput, check_loss, unpack
 
 Precision = Literal["fp32", "bf16", "fp16"]
-Metrics = Mapping[str, "Tensor | float"]
 
 _log = logging.getLogger("safetrain")
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What a step returns when its loss is not a mean over samples (tokens, pixels, pairs).
-
-    `loss_sum`: scalar, the sum over what counts. `weight`: how many counted, a number or a scalar tensor (no host sync).
-    A window's gradient is that of sum(loss_sum) / sum(weight), whatever the split into micro-batches.
-    `metrics` are means over the same weight.
-    """
-
-    loss_sum: Tensor
-    weight: Tensor | float
-    metrics: Metrics = field(default_factory=dict)
 
 
 class Trainer:
@@ -143,12 +128,12 @@ class Trainer:
         self.eval_context = eval_context
         self.log_every = log_every
         self.seed, self.deterministic = seed, deterministic
-        _check_settings(self)
+        check_settings(self)
 
         model.to(self.device)
         named = dict(optimizers) if isinstance(optimizers, Mapping) else {"main": optimizers}
         schedules = dict(schedulers) if isinstance(schedulers, Mapping) else {"main": schedulers} if schedulers else {}
-        _check_optimizers(named, schedules, precision)
+        check_optimizers(named, schedules, precision)
         if precision == "fp16" and scaler is None:
             scaler = torch.amp.GradScaler(self.device.type)
         self.state = RunState(model=model, optimizers=named, schedulers=schedules, scaler=scaler, device=self.device)
@@ -157,13 +142,19 @@ class Trainer:
         self.callbacks = list(callbacks)
         self.listeners = Listeners(self.callbacks)
 
-        self._closure_optimizer = next((name for name, opt in named.items() if _needs_closure(opt)), None)
-        self._autocast = torch.autocast(self.device.type, _AUTOCAST[precision]) if precision != "fp32" else nullcontext()
+        self._closure_optimizer = next((name for name, opt in named.items() if needs_closure(opt)), None)
+        self._autocast = (
+            torch.autocast(self.device.type, _AUTOCAST[precision]) if precision != "fp32" else nullcontext()
+        )
         self._move: Callable[[Any], Any] = (
-            (lambda batch: batch) if self.device.type == "cpu" else (lambda batch: batches.to_device(batch, self.device))
+            (lambda batch: batch)
+            if self.device.type == "cpu"
+            else (lambda batch: batches.to_device(batch, self.device))
         )
         self._stepped: set[str] = set()  # optimizers that stepped since the scaler was last updated
-        self._verdicts = {name: DeferredFlag(self.device) for name in named}  # must the last step be counted as skipped?
+        self._verdicts = {
+            name: DeferredFlag(self.device) for name in named
+        }  # must the last step be counted as skipped?
         for name, opt in named.items():
             opt.register_step_post_hook(functools.partial(_note_step, self._stepped, name))
         self._outside: list[nn.Parameter] = []  # trained by no optimizer
@@ -177,7 +168,9 @@ class Trainer:
 
     def training_step(self, batch: Any) -> Tensor | tuple[Tensor, Metrics] | StepOutput:
         """Loss of one micro-batch: a mean loss, `(mean loss, metrics)`, or a `StepOutput`."""
-        raise ConfigError(f"{type(self).__name__} has no training_step; define `def training_step(self, batch)` returning the loss")
+        raise ConfigError(
+            f"{type(self).__name__} has no training_step; define `def training_step(self, batch)` returning the loss"
+        )
 
     def evaluation_step(self, batch: Any) -> Any:
         """The same for evaluation, or a dict of metrics alone. Default: `training_step`."""
@@ -210,14 +203,14 @@ class Trainer:
         Returns the window's mean loss: scalar, detached, on the device.
         """
         state = self.state
-        shares = _Shares([self.batch_size(batch) for batch in window])
+        shares = Shares([self.batch_size(batch) for batch in window])
         state.num_samples = shares.num_samples
         for index, batch in enumerate(window):
             state.batch = batch = self._move(batch)
             self._weight = shares.sizes[index]
             with self._autocast:
                 output = self.training_step(batch)
-            loss, weight, metrics = _unpack(output)
+            loss, weight, metrics = unpack(output)
             del output  # a language model's logits must not sit under the peak of backward
             if metrics:
                 self._take_metrics(metrics, self._weight if weight is None else weight)
@@ -233,7 +226,7 @@ class Trainer:
         """
         state = self.state
         if loss.ndim or not loss.requires_grad:
-            _check_loss(loss, state)
+            check_loss(loss, state.current_step)
         state.micro_loss = loss
         self.listeners.on_backward_start(state)
         state.micro_loss = None
@@ -250,7 +243,10 @@ class Trainer:
         """
         state, scaler = self.state, self.state.scaler
         chosen = self._named(names)
-        self._settle(chosen)  # schedules move before this step reads its learning rate
+        state.stepping = tuple(chosen)
+        self._settle(
+            state.optimizers
+        )  # schedules move before this step reads its rate, listeners know what was skipped
         if scaler is not None:
             self._unscale(scaler, chosen)
         self.listeners.on_backward_end(state)
@@ -337,7 +333,9 @@ class Trainer:
             opt.step()
             self._conclude(name, taken=True)
         elif skips_on_device:
-            found_inf = torch.ne(norm * 0, 0).to(torch.float32)  # Inf and NaN times zero are NaN, which differs from zero
+            found_inf = torch.ne(norm * 0, 0).to(
+                torch.float32
+            )  # Inf and NaN times zero are NaN, which differs from zero
             opt.grad_scale, opt.found_inf = None, found_inf  # type: ignore[attr-defined]
             try:
                 opt.step()
@@ -411,7 +409,9 @@ class Trainer:
 
     # ------------------------------------------------------------------ the run
 
-    def fit(self, train: Iterable[Any], val: Iterable[Any] | None = None, *, resume: str | Path | None = None) -> RunState:
+    def fit(
+        self, train: Iterable[Any], val: Iterable[Any] | None = None, *, resume: str | Path | None = None
+    ) -> RunState:
         """Train until `max_steps`, `max_epochs`, `max_time` or a listener says stop.
 
         `resume` names a checkpoint or a run directory (its latest checkpoint); the run then goes on as if it had never
@@ -442,6 +442,7 @@ class Trainer:
             state.exception = state.replay = state.batch = state.micro_loss = None
             state.in_step = False
             self.listeners.on_fit_end(state)
+        self._save_if_requested()  # a listener may have asked for the end to be saved
         return state
 
     def _start_run(self, train: Iterable[Any], resume: str | Path | None) -> None:
@@ -454,11 +455,21 @@ class Trainer:
         if not self.model.training:
             self.model.train()  # a model with only some modules in eval mode was set up so on purpose
         state.phase, state.stop_reason, state.save_request = "train", None, None
+        state.total_steps = self._total_steps(self._overfit_set or train)
         if resume is not None:
             self.load(resume)
         elif self.seed is not None and state.step == 0:
             rng.seed_everything(self.seed)
         _log.info("listeners, in order: %s", ", ".join(type(c).__name__ for c in self.listeners.callbacks) or "none")
+
+    def _total_steps(self, train: Any) -> int | None:
+        """The step that ends the run, as far as the settings and the loader's length tell."""
+        ends = [] if self.max_steps is None else [self.max_steps]
+        if self.max_epochs is not None and hasattr(train, "__len__"):
+            with suppress(TypeError):  # a DataLoader over an IterableDataset has a __len__ that raises
+                batches_an_epoch = min(len(train), self.limit_batches or len(train))
+                ends.append(self.max_epochs * math.ceil(batches_an_epoch / self.accumulate))
+        return min(ends, default=None)
 
     def _find_outside(self) -> None:
         """Trainable parameters of the model that no optimizer holds: their gradients are dropped each step as well."""
@@ -491,6 +502,7 @@ class Trainer:
                 if not _is_plateau(scheduler):
                     scheduler.step()
         self._find_outside()
+        self.listeners.on_epoch_end(state)
         if self.eval_every is None and val is not None:
             self._evaluate_and_log(val)
         self._save_if_requested()
@@ -530,7 +542,9 @@ class Trainer:
         if state.save_request is None:
             return
         if state.run_dir is None:
-            raise ConfigError(f"a checkpoint was asked for ({state.save_request}) but the Trainer has no run_dir to write it to")
+            raise ConfigError(
+                f"a checkpoint was asked for ({state.save_request}) but the Trainer has no run_dir to write it to"
+            )
         state.save_request = None
         state.checkpoint_path = self.save(state.run_dir / "checkpoints")
         self.listeners.on_checkpoint_saved(state)
@@ -551,7 +565,7 @@ class Trainer:
     def _replay(self) -> Tensor:
         """The loss of the micro-batch in `state.batch`, forward run again, with its graph."""
         with self._autocast:
-            return _unpack(self.training_step(self.state.batch))[0]
+            return unpack(self.training_step(self.state.batch))[0]
 
     # ------------------------------------------------------------------ evaluation
 
@@ -574,7 +588,9 @@ class Trainer:
         return state.eval_metrics
 
     def _evaluation_loop(self, loader: Iterable[Any], averages: Averages) -> int:
-        step, move, size_of, add = self.evaluation_step, self._move, self.batch_size, averages.add
+        step, move, size_of = self.evaluation_step, self._move, self.batch_size
+        losses: list[Tensor] = []  # plain losses are added up a few dozen at a time: an addition each would cost 2 µs
+        sizes: list[int] = []
         count = 0
         for batch in itertools.islice(loader, self.limit_eval_batches):
             batch = move(batch)
@@ -582,18 +598,29 @@ class Trainer:
             output = step(batch)
             count += 1
             if isinstance(output, Tensor):
-                add("loss", output.detach() if output.requires_grad else output, size)
-            elif isinstance(output, Mapping):
-                self._take_metrics(output, size)
+                if output.requires_grad or output.ndim or output.untyped_storage().nbytes() > 8:
+                    output = output.detach().clone()  # it would keep a graph, or what it was cut from, until added up
+                losses.append(output)
+                sizes.append(size)
+                if len(losses) == 64:
+                    averages.extend("loss", losses, sizes)
+                    losses, sizes = [], []
             elif output is not None:
-                loss, weight, metrics = _unpack(output)
-                if weight is None:
-                    add("loss", loss.detach(), size)
-                else:
-                    averages.add_sum("loss", loss.detach(), weight)
-                if metrics:
-                    self._take_metrics(metrics, size if weight is None else weight)
+                self._take_evaluation(output, averages)
+        averages.extend("loss", losses, sizes)
         return count
+
+    def _take_evaluation(self, output: Any, averages: Averages) -> None:
+        """Count what an evaluation step returned beside a plain loss."""
+        if isinstance(output, Mapping):
+            return self._take_metrics(output, self._weight)
+        loss, weight, metrics = unpack(output)
+        if weight is None:
+            averages.add("loss", loss.detach(), self._weight)
+        else:
+            averages.add_sum("loss", loss.detach(), weight)
+        if metrics:
+            self._take_metrics(metrics, self._weight if weight is None else weight)
 
     def predict(self, loader: Iterable[Any]) -> list[Any]:
         """`predict_step` of every batch, without graphs, on the CPU. A host sync a batch on accelerators."""
@@ -607,7 +634,8 @@ class Trainer:
         state.phase, self._averages = "eval", averages
         modes = [(module, module.training) for module in self.model.modules()]
         context = torch.inference_mode() if self.eval_context == "inference_mode" else torch.no_grad()
-        self.listeners.on_eval_start(state)
+        if averages is not None:  # a prediction ends without on_eval_end: listeners would take it for an evaluation
+            self.listeners.on_eval_start(state)
         try:
             self.model.eval()
             with rng.preserved(), context, self._autocast:
@@ -681,90 +709,6 @@ class _NonFiniteInClosure(Exception):
     """Leaves an optimizer's line search before it writes Inf or NaN into the weights."""
 
 
-class _Shares:
-    """Splits a window's gradient exactly: each micro-batch counts by its samples, or by its `StepOutput.weight`."""
-
-    __slots__ = ("_reference", "_total", "_weights", "num_samples", "sizes")
-
-    def __init__(self, sizes: list[int]) -> None:
-        self.sizes = sizes
-        self.num_samples = sum(sizes)
-        self._total: Tensor | None = None  # of the shares handed out, detached
-        self._weights: Tensor | float | None = None
-        self._reference: Tensor | float = 1.0
-
-    def share_of(self, loss: Tensor, weight: Tensor | float | None, index: int, gradients: Callable[[], list[Tensor]]) -> Tensor:
-        """What to differentiate for micro-batch `index`."""
-        if index and (weight is None) != (self._weights is None):
-            raise BatchError("training_step returned a StepOutput for some micro-batches of a window and a mean loss for others")
-        if weight is not None:
-            loss = self._share_of_sum(loss, weight, gradients)
-        elif len(self.sizes) > 1:
-            loss = loss / (self.num_samples / self.sizes[index])  # so that k equal ones are divided by exactly k
-        detached = loss.detach()
-        self._total = detached if self._total is None else self._total + detached
-        return loss
-
-    def _share_of_sum(self, loss: Tensor, weight: Tensor | float, gradients: Callable[[], list[Tensor]]) -> Tensor:
-        """The weights to come are unknown: divide by a guess now, and `finish` corrects the gradients once."""
-        if self._weights is None:
-            several = len(self.sizes) > 1
-            if several and gradients():
-                raise BatchError(
-                    "forward_backward over several StepOutputs corrects the gradients at its end, but some were there before "
-                    "it began; call it before any other backward of the step"
-                )
-            self._weights = weight
-            self._reference = (weight + (weight == 0)) * len(self.sizes) if several else weight
-        else:
-            self._weights = self._weights + weight
-        return loss / self._reference
-
-    def finish(self, gradients: Callable[[], list[Tensor]]) -> Tensor:
-        """Correct the gradients where weights were guessed; the window's mean loss, detached."""
-        assert self._total is not None
-        if self._weights is None or len(self.sizes) == 1:
-            return self._total
-        factor = self._reference / self._weights
-        with torch.no_grad():
-            torch._foreach_mul_(gradients(), factor)
-        return self._total * factor
-
-
-def _unpack(output: Any) -> tuple[Tensor, Tensor | float | None, Metrics | None]:
-    """(loss, weight or None for a mean loss, metrics or None) of what a step returned."""
-    if isinstance(output, Tensor):
-        return output, None, None
-    if isinstance(output, StepOutput):
-        return output.loss_sum, output.weight, output.metrics
-    if isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], Tensor) and isinstance(output[1], Mapping):
-        return output[0], None, output[1]
-    raise BatchError(
-        f"a step returned {_described(output)}; return the loss as a tensor, `(loss, metrics)` or a StepOutput"
-    )
-
-
-def _described(value: Any) -> str:
-    if value is None:
-        return "None (is a `return` missing?)"
-    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, (tuple, list)) else "")
-
-
-def _check_loss(loss: Tensor, state: RunState) -> None:
-    where = f"step {state.current_step}: the loss"
-    if loss.numel() != 1:
-        raise BatchError(
-            f"{where} has shape {tuple(loss.shape)}, but a loss is one number: return `loss.mean()`, or "
-            "StepOutput(loss.sum(), loss.numel()) (torch: grad can be implicitly created only for scalar outputs)"
-        )
-    if not loss.requires_grad:
-        raise BatchError(
-            f"{where} carries no graph, so nothing would be trained: it was computed without gradients, or its path was cut "
-            "by detach, item, argmax or a no_grad block (torch: element 0 of tensors does not require grad and does not "
-            "have a grad_fn)"
-        )
-
-
 def _found_inf(scaler: torch.amp.GradScaler, opt: Optimizer) -> Tensor:
     """What `unscale_` found, on the device: non-zero when a gradient was Inf or NaN."""
     found = scaler._found_inf_per_device(opt)
@@ -784,50 +728,6 @@ def _is_plateau(scheduler: Any) -> bool:
     return isinstance(scheduler, ReduceLROnPlateau)
 
 
-def _needs_closure(opt: Optimizer) -> bool:
-    closure = inspect.signature(type(opt).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
 def _device_of(model: nn.Module) -> torch.device:
     tensor = next(itertools.chain(model.parameters(), model.buffers()), None)
     return tensor.device if tensor is not None else torch.device("cpu")
-
-
-def _check_settings(t: Trainer) -> None:
-    """One clear error for a setting that cannot be meant."""
-    if not isinstance(t.model, nn.Module):
-        raise ConfigError(f"model is a {type(t.model).__name__}; the Trainer needs a torch.nn.Module")
-    if t.precision not in ("fp32", "bf16", "fp16"):
-        raise ConfigError(f"precision={t.precision!r}; it is 'fp32', 'bf16' or 'fp16'")
-    choices = {"nonfinite": ("skip", "raise"), "eval_context": ("no_grad", "inference_mode"), "schedule_every": ("step", "epoch")}
-    for name, allowed in choices.items():
-        if getattr(t, name) not in allowed:
-            raise ConfigError(f"{name}={getattr(t, name)!r}; it is {' or '.join(map(repr, allowed))}")
-    for name in ("accumulate", "log_every", "max_steps", "max_epochs", "max_time", "eval_every", "limit_batches",
-                 "limit_eval_batches", "clip_norm", "clip_value", "clip_norm_type"):  # fmt: skip
-        value = getattr(t, name)
-        if value is not None and not value > 0:
-            raise ConfigError(f"{name}={value!r}; it must be above zero")
-    if t.overfit_batches < 0:
-        raise ConfigError(f"overfit_batches={t.overfit_batches}; it is a count of batches, 0 for off")
-    if t.clip_norm is not None and t.clip_value is not None:
-        raise ConfigError("clip_norm and clip_value are both set; clip by one of them")
-    if t.nonfinite == "raise" and not t.check_finite:
-        raise ConfigError("nonfinite='raise' needs check_finite, which is off")
-
-
-def _check_optimizers(optimizers: dict[str, Optimizer], schedulers: dict[str, Any], precision: str) -> None:
-    if not optimizers:
-        raise ConfigError("optimizers is empty; give the Trainer at least one optimizer")
-    for name, opt in optimizers.items():
-        if not isinstance(opt, Optimizer):
-            raise ConfigError(f"optimizer `{name}` is a {type(opt).__name__}; the Trainer needs a torch.optim.Optimizer")
-        if _needs_closure(opt) and (len(optimizers) > 1 or precision == "fp16"):
-            other = "precision='fp16'" if precision == "fp16" else "other optimizers"
-            raise ConfigError(f"optimizer `{name}` ({type(opt).__name__}) evaluates a closure, which does not go with {other}")
-    for name, scheduler in schedulers.items():
-        if name not in optimizers:
-            raise ConfigError(f"schedulers names `{name}`, but the optimizers are {', '.join(map(repr, optimizers))}")
-        if getattr(scheduler, "optimizer", optimizers[name]) is not optimizers[name]:
-            raise ConfigError(f"the scheduler of `{name}` was built for another optimizer than the Trainer's `{name}`")

@@ -59,7 +59,8 @@ class LoopConfig(Section):
     check_finite: bool = True
     """The gate that keeps Inf and NaN gradients out of the weights. Costs one scalar read a step unless the optimizer is fused."""
     schedule_every: Literal["step", "epoch"] = "step"
-    """When the learning-rate schedule moves: with each optimizer step that was taken, or with each epoch."""
+    """When the learning-rate schedule moves: with each optimizer step that was taken, or with each epoch.
+    ReduceLROnPlateau moves after each evaluation."""
     eval_every: int | None = Field(None, ge=1)
     """Evaluate after every so many optimizer steps; null: after each epoch."""
     limit_batches: int | None = Field(None, ge=1)
@@ -83,6 +84,8 @@ class LoopConfig(Section):
             raise ValueError("clip_norm_type is set but clip_norm is not, so nothing would be clipped; set clip_norm too, e.g. clip_norm: 1.0")
         if self.clip_norm is None and self.clip_per_group:
             raise ValueError("clip_per_group is set but clip_norm is not, so nothing would be clipped; set clip_norm too, e.g. clip_norm: 1.0")
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise ValueError("clip_norm and clip_value are both set; clip by one of them")
         if self.nonfinite == "raise" and not self.check_finite:
             raise ValueError("nonfinite: raise needs check_finite: true, which is what notices Inf and NaN; remove one of the two")
         return self
@@ -133,18 +136,26 @@ class DataConfig(Section):
 
 
 class CompileConfig(Section):
-    """torch.compile, in place."""
+    """torch.compile, in place. Names and defaults are those of `safetrain.compile.CompileOptions`."""
 
-    mode: str | None = None
-    """torch.compile's mode, e.g. reduce-overhead or max-autotune."""
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    """torch.compile's mode."""
     dynamic: bool | None = None
-    """Whether shapes vary; null lets torch find out."""
+    """true: one artifact for all shapes; false: one per shape; null: turn dynamic when shapes change."""
     fullgraph: bool = False
-    """Refuse graph breaks."""
-    verify: bool = False
-    """Compare loss and gradients of the first window with eager and refuse the compiled model when they differ."""
+    """Refuse graph breaks: a break then means eager, with a warning that names it."""
+    backend: str = "inductor"
+    """torch.compile's backend; aot_eager needs no C++ compiler."""
+    modules: Patterns = ()
+    """Modules to compile one by one, as shell patterns over their names. Empty: the whole model."""
     exclude: Patterns = ()
-    """Modules to leave eager, as shell patterns over their names."""
+    """Modules to leave eager, as shell patterns over their names; each costs a graph break."""
+    verify: bool = False
+    """Compare loss and every gradient of the first window with eager."""
+    tolerance: float | None = Field(None, gt=0, lt=1)
+    """Largest relative deviation that verify accepts; null: 1e-3, or 5e-2 under reduced precision."""
+    on_mismatch: Literal["refuse", "fallback"] = "refuse"
+    """What to do when verify finds a difference: stop, or warn and train eagerly."""
 
 
 class ActivationCheckpointConfig(Section):
@@ -157,7 +168,10 @@ class ActivationCheckpointConfig(Section):
 
 
 class ProgressConfig(Section):
-    """A progress bar with loss, rate and memory. Quiet when the output is not a terminal."""
+    """A progress bar with loss, rate and memory; where the output is no terminal, a line now and then."""
+
+    plain_every_s: float = Field(10.0, ge=0)
+    """Seconds between lines of training rows where the output is no terminal; 0 writes every row."""
 
 
 class JsonlConfig(Section):
@@ -167,6 +181,9 @@ class JsonlConfig(Section):
 class TensorBoardConfig(Section):
     """TensorBoard events: losses, learning rates, gradient norms, memory by phase, throughput."""
 
+    layers: bool = True
+    """Log the gradient norm of each layer."""
+
 
 class CheckpointConfig(Section):
     """When to save, and what to keep."""
@@ -175,47 +192,67 @@ class CheckpointConfig(Section):
     """Save after every so many optimizer steps."""
     every_epoch: bool = True
     """Save after each epoch."""
+    at_end: bool = True
+    """Save when the run ends."""
+    on_signals: bool = True
+    """SIGTERM and Ctrl-C save after the running step and end the run; SIGUSR1 saves and goes on."""
     keep_last: int = Field(2, ge=1)
     """How many of the newest checkpoints to keep."""
     monitor: str | None = None
-    """A validation metric, e.g. val/accuracy: the checkpoint with the best value is kept as well."""
-    mode: Literal["min", "max"] = "min"
-    """Whether lower or higher is better."""
+    """A validation metric, e.g. accuracy: the checkpoint with the best value is kept as well."""
+    mode: Literal["min", "max"] | None = None
+    """Whether lower or higher is better; null: as the name tells (a loss, an accuracy)."""
 
 
 class EarlyStoppingConfig(Section):
     """Stop when a validation metric no longer improves."""
 
-    monitor: str
-    """The metric, e.g. val/loss."""
-    mode: Literal["min", "max"] = "min"
-    """Whether lower or higher is better."""
+    monitor: str = "loss"
+    """The metric of the evaluation, e.g. loss or accuracy."""
     patience: int = Field(3, ge=1)
-    """Evaluations without improvement before stopping."""
+    """Evaluations in a row without improvement that are borne."""
+    mode: Literal["min", "max"] | None = None
+    """Whether lower or higher is better; null: as the name tells (a loss, an accuracy)."""
     min_delta: float = Field(0.0, ge=0)
-    """Smaller changes do not count as improvement."""
+    """How much better counts as better."""
 
 
 class EMAConfig(Section):
     """A running average of the weights, used for evaluation."""
 
     decay: float = Field(0.999, gt=0, lt=1)
-    """Weight of the old average at each step."""
+    """How much of the old average each step keeps."""
+    warmup: bool = False
+    """Start with a smaller decay, so that a short run is not all start."""
 
 
-class LearningRateMonitorConfig(Section):
-    """Learning rate of each optimizer in the log."""
+class LrMonitorConfig(Section):
+    """Learning rate of each parameter group in the log."""
+
+    momentum: bool = False
+    """Log momentum, or the first beta, as well."""
+
+
+class MemoryConfig(Section):
+    """Bytes in use at each phase of a logging step."""
 
 
 class ThroughputConfig(Section):
     """Samples, tokens and floating-point operations per second in the log."""
+
+    measure_flops: bool = True
+    """Count the floating-point operations of the second step, which is slower for it."""
+    flops_per_sample: float | None = Field(None, gt=0)
+    """What a sample costs, forward and backward, when you know it."""
+    peak_flops: float | None = Field(None, gt=0)
+    """What the device can do per second; then the share of it in use (MFU) is logged."""
 
 
 class CallbacksConfig(Section):
     """Listeners. `true` turns one on with its defaults, `false` turns it off."""
 
     progress: Annotated[ProgressConfig | None, Switch] = ProgressConfig()
-    """A progress bar with loss, rate and memory. Quiet when the output is not a terminal."""
+    """A progress bar with loss, rate and memory; where the output is no terminal, a line now and then."""
     jsonl: Annotated[JsonlConfig | None, Switch] = JsonlConfig()
     """metrics.jsonl: every row of the log as one JSON object a line."""
     tensorboard: Annotated[TensorBoardConfig | None, Switch] = TensorBoardConfig()
@@ -226,8 +263,10 @@ class CallbacksConfig(Section):
     """Stop when a validation metric no longer improves."""
     ema: Annotated[EMAConfig | None, Switch] = None
     """A running average of the weights, used for evaluation."""
-    lr_monitor: Annotated[LearningRateMonitorConfig | None, Switch] = LearningRateMonitorConfig()
-    """Learning rate of each optimizer in the log."""
+    lr_monitor: Annotated[LrMonitorConfig | None, Switch] = LrMonitorConfig()
+    """Learning rate of each parameter group in the log."""
+    memory: Annotated[MemoryConfig | None, Switch] = MemoryConfig()
+    """Bytes in use at each phase of a logging step."""
     throughput: Annotated[ThroughputConfig | None, Switch] = ThroughputConfig()
     """Samples, tokens and floating-point operations per second in the log."""
 

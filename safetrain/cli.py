@@ -1,0 +1,288 @@
+"""The command line. Importing this file imports neither torch nor pydantic: `--help` answers at once.
+
+A verb is an entry of `VERBS`: a name, one line of help, a function that declares its arguments, and one that runs it
+and returns the exit code. Verbs import what they need when they run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import os
+import shlex
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetrain.errors import CheckpointError, ConfigError, SafetrainError
+
+if TYPE_CHECKING:
+    from safetrain.build import Job
+    from safetrain.config import Config
+    from safetrain.summary import RunNotes
+
+EXIT_OK, EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 0, 1, 2, 130
+"""Done; a check said no, or code of the user's raised; we refused, with one clear message; interrupted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """One word of the command line."""
+
+    name: str
+    help: str
+    declare: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    takes_overrides: bool = False
+    """Whether `key.sub=value` may follow, mixed with the options."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    verb: Verb | None = getattr(args, "verb", None)
+    if verb is None:
+        parser.print_help()
+        return EXIT_OK
+    try:
+        _take_overrides(args, rest, verb, parser)
+        return verb.run(args)
+    except SafetrainError as error:
+        if args.traceback:
+            traceback.print_exc()
+        else:
+            print(f"safetrain {verb.name}: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    except BrokenPipeError:  # `… | head` has seen enough
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m safetrain", description="Train with PyTorch, exactly, and be told which line is wrong."
+    )
+    parser.set_defaults(traceback=False)
+    verbs = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for verb in VERBS:
+        sub = verbs.add_parser(
+            verb.name, help=verb.help, description=verb.help, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        sub.add_argument("--traceback", action="store_true", help="show where an error was raised")
+        verb.declare(sub)
+        sub.set_defaults(verb=verb)
+    return parser
+
+
+def _take_overrides(args: argparse.Namespace, rest: list[str], verb: Verb, parser: argparse.ArgumentParser) -> None:
+    """Overrides may stand before, between and after options, which argparse alone cannot tell apart."""
+    for word in rest:
+        if not verb.takes_overrides:
+            parser.error(f"{verb.name} does not understand {word}")
+        if word.startswith("-"):
+            key = word.lstrip("-")
+            if "=" in key:
+                raise ConfigError(f"no option {word}; settings are written without dashes: {key}")
+            raise ConfigError(f"no option {word}; `python -m safetrain {verb.name} --help` lists them, settings are written key.sub=value")
+        args.overrides.append(word)
+
+
+# ---------------------------------------------------------------------------------------------- run and resume
+
+
+def _declare_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="a config, e.g. examples/configs/digits.yaml")
+    parser.add_argument("overrides", metavar="key.sub=value", nargs="*", help="settings that replace those of the file, e.g. optim.lr=1e-3")
+
+
+def _declare_run(parser: argparse.ArgumentParser) -> None:
+    _declare_config(parser)
+    parser.add_argument("--dry-run", action="store_true", help="one training window, one evaluation batch, one save and load; leaves nothing behind")
+
+
+def _run(args: argparse.Namespace) -> int:
+    from safetrain import config_file, run_dir
+
+    config = config_file.load(args.file, args.overrides)
+    if args.dry_run:
+        return _dry_run(config)
+    folder = run_dir.choose(config, Path(args.file).stem)
+    job, notes = _build(config, folder)
+    run_dir.record(folder, config)
+    return _fit(job, notes, folder, resume=None)
+
+
+def _dry_run(config: Config) -> int:
+    with tempfile.TemporaryDirectory(prefix="safetrain-dry-run-") as folder:
+        job, notes = _build(config, Path(folder))
+        code = _guarded(job, notes, lambda: job.trainer.dry_run(job.train, job.val))
+    if code == EXIT_OK:
+        print("dry run: one training window, one evaluation batch, one save and load went well; nothing was kept")
+    return code
+
+
+def _declare_resume(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder of a run; it goes on from its latest checkpoint")
+    parser.add_argument("overrides", metavar="key.sub=value", nargs="*", help="settings that change from here on, e.g. loop.max_steps=2000")
+
+
+def _resume(args: argparse.Namespace) -> int:
+    from safetrain import config_file, run_dir
+
+    folder = Path(args.run_dir)
+    config = config_file.load(run_dir.config_of(folder), args.overrides)
+    job, notes = _build(config, folder)
+    _check_resumable(folder)
+    run_dir.record(folder, config)
+    return _fit(job, notes, folder, resume=folder)
+
+
+def _check_resumable(folder: Path) -> None:
+    from safetrain import checkpoint
+
+    try:
+        checkpoint.latest(folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; start again with `python -m safetrain run {shlex.quote(str(folder / 'config.yaml'))} run_dir=…`") from error
+
+
+def _build(config: Config, folder: Path | None) -> tuple[Job, RunNotes]:
+    from safetrain.build import build
+    from safetrain.summary import RunNotes
+
+    notes = RunNotes()
+    return build(config, folder, listeners=[notes]), notes
+
+
+def _fit(job: Job, notes: RunNotes, folder: Path, resume: Path | None) -> int:
+    trainer = job.trainer
+    print(f"{'resuming' if resume else 'training'} {type(trainer).__name__} on {trainer.device} in {folder}", flush=True)
+    code = _guarded(job, notes, lambda: trainer.fit(job.train, job.val, resume=resume))
+    if code in (EXIT_OK, EXIT_INTERRUPTED):
+        print(notes.summary(trainer.state, trainer.report.findings))
+    return code
+
+
+def _guarded(job: Job, notes: RunNotes, call: Callable[[], object]) -> int:
+    """Run it; an error of the user's code is shown with its traceback and then in words."""
+    try:
+        call()
+    except KeyboardInterrupt:
+        print(f"\ninterrupted after step {job.trainer.state.step}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except SafetrainError:
+        raise
+    except Exception as error:
+        traceback.print_exception(error)
+        print(f"\nsafetrain: {notes.failure or f'{type(error).__name__}: {error}'}", file=sys.stderr)
+        return EXIT_FAILED
+    return EXIT_OK
+
+
+# ---------------------------------------------------------------------------------------------- configs
+
+
+def _validate(args: argparse.Namespace) -> int:
+    from safetrain import config_file
+    from safetrain.build import build
+
+    build(config_file.load(args.file, args.overrides))
+    print(f"{args.file}: the config is right; model, data, optimizers and listeners can be built")
+    return EXIT_OK
+
+
+def _declare_config_verb(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", nargs="?", help="a config to print as it is resolved; without one, all settings are explained")
+    parser.add_argument("overrides", metavar="key.sub=value", nargs="*", help="settings that replace those of the file")
+    parser.format_help = _config_help(parser.format_help)  # type: ignore[method-assign]
+
+
+def _config_help(usage: Callable[[], str]) -> Callable[[], str]:
+    def with_fields() -> str:
+        from safetrain.config_help import fields_help
+
+        return f"{usage()}\nsettings:\n\n{fields_help()}\n"
+
+    return with_fields
+
+
+def _config(args: argparse.Namespace) -> int:
+    from safetrain import config_file
+    from safetrain.config_help import fields_help
+
+    print(fields_help() if args.file is None else config_file.dump(config_file.load(args.file, args.overrides)).rstrip())
+    return EXIT_OK
+
+
+def _schema(args: argparse.Namespace) -> int:
+    from safetrain.config_help import schema
+
+    print(schema())
+    return EXIT_OK
+
+
+# ---------------------------------------------------------------------------------------------- checks and rules
+
+
+def _declare_verify_resume(parser: argparse.ArgumentParser) -> None:
+    _declare_config(parser)
+    parser.add_argument("--at", metavar="STEP", type=int, required=True, help="the step after which the run is stopped and resumed")
+
+
+def _verify_resume(args: argparse.Namespace) -> int:
+    raise NotImplementedError
+
+
+def _rules(args: argparse.Namespace) -> int:
+    from safetrain.rules import RULES
+
+    for rule in sorted(RULES.values(), key=lambda rule: rule.code):
+        print(f"{rule.code}  {rule.name:<28} {rule.severity:<8} {rule.summary}")
+    return EXIT_OK
+
+
+def _declare_explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("code", metavar="CODE", help="a rule's code or name, e.g. G101 or graph-retained")
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from safetrain.rules import RULES
+
+    by_name = {rule.name: rule for rule in RULES.values()}
+    rule = RULES.get(args.code.upper()) or by_name.get(args.code.lower())
+    if rule is None:
+        near = difflib.get_close_matches(args.code.upper(), RULES, n=1) or difflib.get_close_matches(args.code.lower(), by_name, n=1)
+        hint = f"did you mean {near[0]}?" if near else "`python -m safetrain rules` lists them"
+        raise ConfigError(f"no rule {args.code}; {hint}")
+    page = next((page for folder in _rule_pages() if (page := folder / f"{rule.code}.md").is_file()), None)
+    print(page.read_text(encoding="utf-8").rstrip() if page else f"{rule.code} {rule.name} ({rule.severity}): {rule.summary}")
+    return EXIT_OK
+
+
+def _rule_pages() -> list[Path]:
+    """Inside an installed package, or in a checkout."""
+    package = Path(__file__).parent
+    return [package / "rule_pages", package.parent / "docs" / "rules"]
+
+
+def _nothing(parser: argparse.ArgumentParser) -> None:
+    """A verb without arguments."""
+
+
+VERBS: tuple[Verb, ...] = (
+    Verb("run", "train what a config describes", _declare_run, _run, takes_overrides=True),
+    Verb("resume", "go on with a run from its latest checkpoint", _declare_resume, _resume, takes_overrides=True),
+    Verb("validate", "build everything a config names, without training", _declare_config, _validate, takes_overrides=True),
+    Verb("config", "explain every setting, or print a config as it is resolved", _declare_config_verb, _config, takes_overrides=True),
+    Verb("schema", "print the JSON schema of configs, for editors", _nothing, _schema),
+    Verb("verify-resume", "prove that a run stopped and resumed equals one that was not", _declare_verify_resume, _verify_resume, takes_overrides=True),
+    Verb("rules", "list the rules that watch a run", _nothing, _rules),
+    Verb("explain", "explain a rule", _declare_explain, _explain),
+)

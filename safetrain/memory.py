@@ -75,7 +75,7 @@ class CudaMeter:
 
 
 class AcceleratorMeter:
-    """Bytes of live tensors on an accelerator other than CUDA: Apple's, Intel's, or one known to `torch.accelerator`."""
+    """Bytes of live tensors on another accelerator: Apple's, Intel's, or one that `torch.accelerator` knows."""
 
     def __init__(self, device: Device) -> None:
         self._device = torch.device("cpu" if device is None else device)
@@ -138,7 +138,7 @@ def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
 
 
 def heap_is_readable() -> bool:
-    """Whether the C heap's account exists and follows allocations (a preloaded jemalloc or tcmalloc leaves it at rest)."""
+    """Whether the C heap's account exists and follows allocations (with jemalloc or tcmalloc preloaded it rests)."""
     mallinfo2 = _mallinfo2()
     if mallinfo2 is None:
         return False

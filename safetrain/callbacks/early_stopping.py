@@ -28,9 +28,13 @@ class EarlyStopping(Callback):
         ConfigError: patience below 1, unknown mode; in the first evaluation: no such metric.
     """
 
-    def __init__(self, monitor: str = "loss", *, patience: int = 3, mode: Mode | None = None, min_delta: float = 0.0) -> None:
+    def __init__(
+        self, monitor: str = "loss", *, patience: int = 3, mode: Mode | None = None, min_delta: float = 0.0
+    ) -> None:
         if patience < 1:
-            raise ConfigError(f"EarlyStopping: patience={patience} would stop before anything was compared; use at least 1")
+            raise ConfigError(
+                f"EarlyStopping: patience={patience} would stop before anything was compared; use at least 1"
+            )
         self.patience = patience
         self._best = BestValue(monitor, mode, min_delta=min_delta)
         self._without_gain = 0

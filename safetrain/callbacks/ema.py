@@ -41,7 +41,7 @@ class EMA(Callback):
         self.warmup = warmup
         self.num_updates = 0
         """Taken steps that have entered the average."""
-        self._live: dict[str, nn.Parameter] = {}
+        self._live: dict[str, Tensor] = {}
         self._average: dict[str, Tensor] = {}
         self._aside: list[Tensor] | None = None  # the model's own weights while it holds the average
         self._loaded: dict[str, Tensor] | None = None
@@ -135,7 +135,8 @@ class EMA(Callback):
 
     @torch.no_grad()
     def _enter(self, share: float) -> None:
-        same_average, same_live = [], []
+        same_average: list[Tensor] = []
+        same_live: list[Tensor] = []
         for average, weight in zip(self._average.values(), self._live.values(), strict=True):
             if average.dtype == weight.dtype:
                 same_average.append(average)
@@ -159,8 +160,8 @@ class EMA(Callback):
             if name not in live or live[name].shape != value.shape:
                 have = f"has shape {list(live[name].shape)}" if name in live else "is not there"
                 raise CheckpointError(
-                    f"the saved average of `{name}`, shape {list(value.shape)}, does not fit this model, where it {have}; "
-                    "resume with the model that the run was started with"
+                    f"the saved average of `{name}`, shape {list(value.shape)}, does not fit this model, "
+                    f"where it {have}; resume with the model that the run was started with"
                 )
         self._live = {name: live[name] for name in loaded}
         self._average = {name: _copy(value, live[name]) for name, value in loaded.items()}

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 class JsonlMetrics(Callback):
-    """Writes each row to `metrics.jsonl` in the run directory: `step`, `epoch`, `time` (seconds since 1970) and its values.
+    """Writes each row to `metrics.jsonl` in the run directory: its values with `step`, `epoch` and `time`.
+
+    `time` is in seconds since 1970.
 
     Each row reaches the file system as it is written, so a crash loses none. A resumed run appends, after cutting off
     what was written after the checkpoint that it resumed from. A new run in a used directory keeps the old file as
@@ -87,7 +89,10 @@ def _set_aside(path: Path) -> None:
 
 
 def _cut_back(path: Path, step: int, rows: int | None) -> int:
-    """Keep the first `rows` rows (None: any number) up to `step`, no line that a crash left unfinished. How many stay."""
+    """Keep the first `rows` rows (None: any number) up to `step`; returns how many stayed.
+
+    A line that a crash left unfinished goes too.
+    """
     end = kept = 0
     with path.open("rb") as file:
         for line in file:

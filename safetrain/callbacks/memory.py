@@ -20,7 +20,8 @@ class MemoryMonitor(Callback):
       `memory/after_backward_mb`: gradients complete; `memory/after_step_mb`: after the optimizer.
     - `memory/peak_mb`: highest so far. On CUDA the allocator's own record; on the CPU the highest reading, which
       cannot see what came and went inside forward or backward.
-    - `memory/reserved_mb`: what the allocator holds, where it tells; `memory/resident_mb`: the whole process on the host.
+    - `memory/reserved_mb`: what the allocator holds, where it tells.
+    - `memory/resident_mb`: the whole process on the host.
     - rows of an evaluation carry `memory/evaluation_mb`: what is in use after it, its peak included in `peak_mb`.
 
     On the CPU the readings count the whole heap of the process, not tensors alone. Non-logging steps are not read.

@@ -24,7 +24,7 @@ class BestValue:
 
     def __init__(self, monitor: str, mode: Mode | None = None, *, min_delta: float = 0.0) -> None:
         if mode not in (None, "min", "max"):
-            raise ConfigError(f"mode={mode!r} for monitor {monitor!r}: use \"min\" or \"max\"")
+            raise ConfigError(f'mode={mode!r} for monitor {monitor!r}: use "min" or "max"')
         if min_delta < 0:
             raise ConfigError(f"min_delta={min_delta} for monitor {monitor!r} must not be negative")
         self.monitor = monitor
@@ -44,7 +44,9 @@ class BestValue:
             near = difflib.get_close_matches(wanted, plain, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             have = ", ".join(sorted(plain)) or "none at all"
-            raise ConfigError(f"{who}: monitor {self.monitor!r} is not a metric of the evaluation, which made: {have}{hint}")
+            raise ConfigError(
+                f"{who}: monitor {self.monitor!r} is not among the metrics of the evaluation, which are: {have}{hint}"
+            )
         return plain[wanted]
 
     def update(self, value: float) -> bool:

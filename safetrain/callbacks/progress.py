@@ -53,7 +53,12 @@ class Progress(Callback):
         self._held_back, self._failed = "", False
         if self._stream.isatty():
             self._bar = _Bar(
-                total=state.total_steps, initial=state.step, unit="step", file=self._stream, dynamic_ncols=True, desc="train"
+                total=state.total_steps,
+                initial=state.step,
+                unit="step",
+                file=self._stream,
+                dynamic_ncols=True,
+                desc="train",
             )
 
     def on_step_end(self, state: RunState) -> None:
@@ -92,15 +97,16 @@ class Progress(Callback):
             self._held_back = ""
         if not self._failed:
             seconds = time.monotonic() - self._started
-            steps = state.step - self._first_step
+            rate = (state.step - self._first_step) / max(seconds, 1e-9)
             why = f": {state.stop_reason}" if state.stop_reason else ""
-            self._write(f"finished at step {state.step} after {_duration(seconds)}, {steps / max(seconds, 1e-9):.3g} steps/s{why}")
+            self._write(f"finished at step {state.step} after {_duration(seconds)}, {rate:.3g} steps/s{why}")
 
     def _training_line(self, state: RunState, now: float) -> str:
         rate = (state.step - self._last_step) / max(now - self._last_time, 1e-9)
         self._last_step, self._last_time = state.step, now
         of = f"/{state.total_steps}" if state.total_steps else ""
-        return f"step {state.step}{of}  epoch {state.epoch}  {_numbers(state.row, self._memory(state.row))}  {rate:.3g} steps/s"
+        numbers = _numbers(state.row, self._memory(state.row))
+        return f"step {state.step}{of}  epoch {state.epoch}  {numbers}  {rate:.3g} steps/s"
 
     def _memory(self, row: dict[str, float]) -> str:
         """The run's peak where somebody measured it, else what is in use now."""
@@ -129,7 +135,7 @@ def _numbers(row: dict[str, float], memory: str) -> str:
     shown = [
         f"{key.removeprefix('train/')} {value:.4g}"
         for key, value in row.items()
-        if key.startswith("train/") and not key.startswith(_NOT_SHOWN) and not (key == "train/skipped_steps" and not value)
+        if key.startswith("train/") and not key.startswith(_NOT_SHOWN) and (value or key != "train/skipped_steps")
     ]
     return "  ".join([*shown, memory])
 

@@ -20,7 +20,7 @@ def writable_run_dir(state: RunState, who: str, folder: Path | None = None) -> P
     """
     path = folder if folder is not None else state.run_dir
     if path is None:
-        raise ConfigError(f"{who} has nowhere to write: give the Trainer `run_dir=\"runs/my-run\"`, or remove {who}")
+        raise ConfigError(f'{who} has nowhere to write: give the Trainer `run_dir="runs/my-run"`, or remove {who}')
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -95,7 +95,8 @@ class Saving(Callback):
         """Remove what is neither among the newest nor the best."""
         self._saved_at = (state.step, state.epoch)
         assert state.checkpoint_path is not None
-        checkpoint.prune(state.checkpoint_path.parent, keep_last=self._keep_last, keep=self._best_folder(state.checkpoint_path))
+        best = self._best_folder(state.checkpoint_path)
+        checkpoint.prune(state.checkpoint_path.parent, keep_last=self._keep_last, keep=best)
 
     def on_fit_end(self, state: RunState) -> None:
         """Save the end, and give the signals back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from pathlib import Path
@@ -153,11 +154,10 @@ def _as_code(text: str) -> str:
 
 def _as_table(lines: list[str]) -> str:
     """Findings as a Markdown table."""
-    import json
-
     table = ["| code | severity | steps | count | message |", "|---|---|---|---|---|"]
     for line in lines:
         f = json.loads(line)
         message = str(f["message"]).replace("|", "\\|").replace("\n", " ")
-        table.append(f"| {f['code']} | {f['severity']} | {f['first_step']}–{f['last_step']} | {f['count']} | {message} |")
+        steps = f"{f['first_step']}–{f['last_step']}"
+        table.append(f"| {f['code']} | {f['severity']} | {steps} | {f['count']} | {message} |")
     return "\n".join(table)

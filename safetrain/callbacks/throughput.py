@@ -54,6 +54,9 @@ class Throughput(Callback):
         """Floating-point operations of a sample, forward and backward, once known."""
         self._counter: _FlopCounter | None = None
         self._since: float | None = None
+        self._tokens: int | Tensor | None = None
+        self._to_measure = False
+        self._restart()
 
     def on_fit_start(self, state: RunState) -> None:
         """Forget former rates."""
@@ -67,7 +70,7 @@ class Throughput(Callback):
             self._to_measure = False
             self._pause()
             self._counter = _FlopCounter()
-            self._counter.__enter__()
+            self._counter.__enter__()  # type: ignore[no-untyped-call]
 
     def on_backward_start(self, state: RunState) -> None:
         """Add the tokens of the micro-batch."""
@@ -132,7 +135,7 @@ class Throughput(Callback):
 
     def _restart(self) -> None:
         self._steps = self._samples = 0
-        self._tokens: int | Tensor | None = None
+        self._tokens = None
         self._last_event = self._paused_at = time.perf_counter()
 
     def _pause(self) -> None:
@@ -150,7 +153,7 @@ class Throughput(Callback):
         return counter.flops
 
 
-class _FlopCounter(TorchDispatchMode):
+class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch annotates none of it
     """Adds up floating-point operations by PyTorch's own formulas.
 
     `FlopCounterMode` would also hook every module and gradient to tell modules apart; only the sum is wanted here, and
@@ -160,8 +163,8 @@ class _FlopCounter(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()
-        from torch.utils.flop_counter import flop_registry
+        super().__init__()  # type: ignore[no-untyped-call]
+        from torch.utils.flop_counter import flop_registry  # imports much that a run without counting can do without
 
         self._formulas = flop_registry
         self.flops = 0

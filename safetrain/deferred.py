@@ -19,7 +19,7 @@ class DeferredFlag:
         self._flag: Tensor | None = None
         if self._on_cuda:
             self._host = torch.zeros((), pin_memory=True)
-            self._copied = torch.cuda.Event()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     @property
     def waits(self) -> bool:

@@ -50,7 +50,7 @@ class Trainer:
         device: where to train; the model is moved there. Default: where the model is.
         precision: "fp32", "bf16" (autocast) or "fp16" (autocast with loss scaling).
         scaler: a `torch.amp.GradScaler` of your own for fp16.
-        accumulate: micro-batches per optimizer step. The gradient equals that of one large batch, short windows included.
+        accumulate: micro-batches per optimizer step. The gradient is that of one large batch, in short windows too.
         clip_norm, clip_norm_type, clip_value: clip gradients by total p-norm or by value, after unscaling.
         clip_per_group: take the norm over each parameter group by itself.
         nonfinite: what a step with Inf or NaN gradients does: "skip" it (counted and logged) or "raise". Weights are
@@ -143,23 +143,18 @@ class Trainer:
         self.listeners = Listeners(self.callbacks)
 
         self._closure_optimizer = next((name for name, opt in named.items() if needs_closure(opt)), None)
-        self._autocast = (
-            torch.autocast(self.device.type, _AUTOCAST[precision]) if precision != "fp32" else nullcontext()
-        )
-        self._move: Callable[[Any], Any] = (
-            (lambda batch: batch)
-            if self.device.type == "cpu"
-            else (lambda batch: batches.to_device(batch, self.device))
-        )
+        self._autocast: AbstractContextManager[Any] = nullcontext()
+        if precision != "fp32":
+            self._autocast = torch.autocast(self.device.type, _AUTOCAST[precision])
+        self._move: Callable[[Any], Any] = _as_it_is
+        if self.device.type != "cpu":
+            self._move = functools.partial(batches.to_device, device=self.device)
         self._stepped: set[str] = set()  # optimizers that stepped since the scaler was last updated
-        self._verdicts = {
-            name: DeferredFlag(self.device) for name in named
-        }  # must the last step be counted as skipped?
+        self._verdicts = {name: DeferredFlag(self.device) for name in named}  # was the last step to be skipped?
         for name, opt in named.items():
             opt.register_step_post_hook(functools.partial(_note_step, self._stepped, name))
         self._outside: list[nn.Parameter] = []  # trained by no optimizer
         self._overfit_set: list[Any] = []
-        self._evaluated_at = -1  # step of the last evaluation
         self._rates: dict[str, float] = {}  # learning rates that the logged step used
         self._averages: Averages | None = None  # takes metrics on logging steps and in evaluations
         self._weight: Tensor | float = 1.0  # of the micro-batch that runs
@@ -232,7 +227,7 @@ class Trainer:
         state.micro_loss = None
         if state.scaler is not None:
             loss = state.scaler.scale(loss)
-        loss.backward(**options)
+        loss.backward(**options)  # type: ignore[no-untyped-call]
         state.micro_step += 1
 
     def optimizer_step(self, *names: str) -> None:
@@ -244,9 +239,7 @@ class Trainer:
         state, scaler = self.state, self.state.scaler
         chosen = self._named(names)
         state.stepping = tuple(chosen)
-        self._settle(
-            state.optimizers
-        )  # schedules move before this step reads its rate, listeners know what was skipped
+        self._settle(state.optimizers)  # before this step reads its rate, and listeners what was skipped
         if scaler is not None:
             self._unscale(scaler, chosen)
         self.listeners.on_backward_end(state)
@@ -396,7 +389,7 @@ class Trainer:
             return loss
 
         try:
-            loss = opt.step(closure)
+            loss: Any = opt.step(closure)  # type: ignore[arg-type]
         except _NonFiniteInClosure:
             with torch.no_grad():
                 torch._foreach_copy_(params, before)
@@ -431,7 +424,7 @@ class Trainer:
                 self.listeners.on_fit_start(state)
                 while not self._should_stop(started):
                     self._run_epoch(val, started)
-                if val is not None and self._evaluated_at != state.step and state.step:
+                if val is not None and state.evaluated_step != state.step and state.step:
                     self._evaluate_and_log(val)
                 self._save_if_requested()
         except BaseException as error:
@@ -450,8 +443,7 @@ class Trainer:
             raise ConfigError("fit would never end: give the Trainer max_steps, max_epochs or max_time")
         state = self.state
         self._overfit_set = _first(train, self.overfit_batches) if self.overfit_batches else []
-        self.train_loader = EpochLoader(self._overfit_set or train, name="train")
-        self._find_outside()
+        self.train_loader = EpochLoader.of(self._overfit_set or train)
         if not self.model.training:
             self.model.train()  # a model with only some modules in eval mode was set up so on purpose
         state.phase, state.stop_reason, state.save_request = "train", None, None
@@ -460,6 +452,7 @@ class Trainer:
             self.load(resume)
         elif self.seed is not None and state.step == 0:
             rng.seed_everything(self.seed)
+        self._find_outside()  # after the load, which may thaw parameters
         _log.info("listeners, in order: %s", ", ".join(type(c).__name__ for c in self.listeners.callbacks) or "none")
 
     def _total_steps(self, train: Any) -> int | None:
@@ -550,7 +543,7 @@ class Trainer:
         self.listeners.on_checkpoint_saved(state)
 
     def save(self, directory: str | Path) -> Path:
-        """Write everything that shapes the rest of the run into a new folder `step_NNNNNNNN` of `directory`; its path."""
+        """Write what shapes the rest of the run to a new folder `step_NNNNNNNN` of `directory`; returns its path."""
         self._settle(self.state.optimizers)
         return checkpoint.write(checkpoint.capture(self), Path(directory))
 
@@ -650,7 +643,7 @@ class Trainer:
         self._settle(state.optimizers)
         self.zero_grad()  # gradients would sit under the peak of evaluation, and the next step drops them anyway
         metrics = self.evaluate(val)
-        self._evaluated_at = state.step
+        state.evaluated_step = state.step
         if "loss" in metrics:
             for scheduler in state.schedulers.values():
                 if _is_plateau(scheduler):
@@ -711,8 +704,13 @@ class _NonFiniteInClosure(Exception):
 
 def _found_inf(scaler: torch.amp.GradScaler, opt: Optimizer) -> Tensor:
     """What `unscale_` found, on the device: non-zero when a gradient was Inf or NaN."""
-    found = scaler._found_inf_per_device(opt)
-    return sum(found.values()) if len(found) > 1 else next(iter(found.values()))  # type: ignore[return-value]
+    found: dict[Any, Tensor] = scaler._found_inf_per_device(opt)
+    return torch.stack(list(found.values())).sum() if len(found) > 1 else next(iter(found.values()))
+
+
+def _as_it_is(batch: Any) -> Any:
+    """What moving to the device is on the CPU."""
+    return batch
 
 
 def _note_step(stepped: set[str], name: str, *_: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 
 
 def _accelerator() -> Any:
-    """The module of the accelerator in use (torch.cuda, torch.xpu, …), or None on a CPU machine or before its first use."""
+    """The module of the accelerator in use (torch.cuda, …); None on a CPU machine or before its first use."""
     accelerator = getattr(torch, "accelerator", None)
     if accelerator is None or not accelerator.is_available():
         return None
@@ -23,7 +23,7 @@ def _accelerator() -> Any:
 
 
 def capture() -> dict[str, Any]:
-    """States of Python's, NumPy's (when imported), torch's and the accelerator's generators, as plain containers and tensors."""
+    """States of Python's, NumPy's (when imported), torch's and the accelerator's generators, in plain containers."""
     version, internal, gauss = random.getstate()
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, list(internal), gauss]}
     numpy = sys.modules.get("numpy")

@@ -20,7 +20,7 @@ Phase = Literal["setup", "train", "eval"]
 class RunState:
     """The run as listeners may read it. A driver (Trainer, doctor, watch) writes it; listeners write only what is said.
 
-    Steps are optimizer steps. `step` counts the finished ones, so inside the first step it is 0 and `current_step` is 1.
+    Steps are optimizer steps. `step` counts the finished ones, so in the first step it is 0 and `current_step` 1.
     Tensors here live on the device and carry no graph, except `micro_loss`; reading one as a number is a host sync,
     so do it on logging steps only.
     """
@@ -57,6 +57,8 @@ class RunState:
     """Mean loss of the last window: scalar, detached, on the device."""
     grad_norm: Tensor | None = None
     """Total gradient norm of the last step, unscaled and before clipping: scalar, on the device."""
+    evaluated_step: int | None = None
+    """The step after which the last evaluation ran."""
     skipped_steps: int = 0
     """Steps whose non-finite gradients were kept from the weights. Exact on logging steps, else it may lag by one."""
 

@@ -1,4 +1,4 @@
-"""What a step may return, and how a window of micro-batches is weighed so that its gradient is exactly one large batch's."""
+"""What a step may return, and how a window of micro-batches is weighed to give exactly one large batch's gradient."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Metrics = Mapping[str, "Tensor | float"]
 class StepOutput:
     """What a step returns when its loss is not a mean over samples (tokens, pixels, pairs).
 
-    `loss_sum`: scalar, the sum over what counts. `weight`: how many counted, a number or a scalar tensor (no host sync).
+    `loss_sum`: scalar, the sum over what counts. `weight`: how many, a number or a scalar tensor (no sync).
     A window's gradient is that of sum(loss_sum) / sum(weight), whatever the split into micro-batches.
     `metrics` are means over the same weight.
     """
@@ -62,8 +62,8 @@ class Shares:
             several = len(self.sizes) > 1
             if several and gradients():
                 raise BatchError(
-                    "forward_backward over several StepOutputs corrects the gradients at its end, but some were there before "
-                    "it began; call it before any other backward of the step"
+                    "forward_backward over several StepOutputs corrects the gradients at its end, but some were there "
+                    "before it began; call it before any other backward of the step"
                 )
             self._weights = weight
             self._reference = (weight + (weight == 0)) * len(self.sizes) if several else weight
@@ -116,7 +116,7 @@ def check_loss(loss: Tensor, step: int) -> None:
         )
     if not loss.requires_grad:
         raise BatchError(
-            f"{where} carries no graph, so nothing would be trained: it was computed without gradients, or its path was cut "
-            "by detach, item, argmax or a no_grad block (torch: element 0 of tensors does not require grad and does not "
-            "have a grad_fn)"
+            f"{where} carries no graph, so nothing would be trained: it was computed without gradients, or its path "
+            "was cut by detach, item, argmax or a no_grad block (torch: element 0 of tensors does not require grad and "
+            "does not have a grad_fn)"
         )

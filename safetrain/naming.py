@@ -1,0 +1,132 @@
+"""The user's own names for the models and optimizers of a foreign loop, read from the running frames."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from types import FrameType, ModuleType
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from safetrain.source import MACHINERY, USER, frame_locals, grade
+
+_MAX_ITEMS = 64
+"""Attributes or items looked at in one object of the user's: enough for a trainer class, short for a data set."""
+
+
+def visible_names(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
+    """Names and values that the user's frames can see: locals, attributes of the objects among them, then globals.
+
+    Nearest frame first. Nothing of torch, safetrain or the standard library.
+    """
+    seen_globals: set[int] = set()
+    here = frame
+    while here is not None:
+        if grade(here.f_code.co_filename) != MACHINERY:
+            local = frame_locals(here)
+            yield from local.items()
+            for name, value in local.items():
+                yield from _inside(name, value)
+            if grade(here.f_code.co_filename) == USER and id(here.f_globals) not in seen_globals:
+                seen_globals.add(id(here.f_globals))
+                names = list(here.f_globals.items())
+                yield from names
+                for name, value in names:
+                    yield from _inside(name, value)
+        here = here.f_back
+
+
+def _inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """One level into a container or into an object of a user's class."""
+    kind = type(value)
+    if kind in (list, tuple):
+        for index, item in enumerate(value[:_MAX_ITEMS]):
+            yield f"{name}[{index}]", item
+    elif kind is dict:
+        for key, item in list(value.items())[:_MAX_ITEMS]:
+            yield f"{name}[{key!r}]", item
+    elif not issubclass(kind, nn.Module | ModuleType | type) and _of_a_user_class(kind):
+        for key, item in list(getattr(value, "__dict__", {}).items())[:_MAX_ITEMS]:
+            yield (key if name == "self" else f"{name}.{key}"), item
+
+
+def _of_a_user_class(kind: type) -> bool:
+    module = sys.modules.get(kind.__module__)
+    filename = getattr(module, "__file__", None)
+    return kind.__module__ == "__main__" or (filename is not None and grade(filename) != MACHINERY)
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside `torch.compile` and data-parallel wrappers, whose parameter names the user knows."""
+    while True:
+        inner = module._modules.get("_orig_mod") or (
+            module._modules.get("module") if type(module).__name__ in _WRAPPERS else None
+        )
+        if inner is None:
+            return module
+        module = inner
+
+
+_WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel"})
+
+
+def find_models(frame: FrameType | None, called: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> dict[str, nn.Module]:
+    """The outermost modules that train, by the user's names.
+
+    A module counts when it shares a parameter with an optimizer. Modules that were called with gradients on and share
+    none count too when no module does, or when an optimizer holds parameters of no module at all: the model may have
+    been rebuilt behind the optimizer's back.
+    """
+    called = [unwrap(module) for module in called]
+    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    candidates: dict[int, tuple[str, nn.Module]] = {}
+    for name, value in visible_names(frame):
+        if issubclass(type(value), nn.Module) and id(unwrap(value)) not in candidates:
+            candidates[id(unwrap(value))] = (name, unwrap(value))
+    for module in called:
+        candidates.setdefault(id(module), (type(module).__name__.lower(), module))
+    called_ids = {id(module) for module in called}
+    matched: dict[str, nn.Module] = {}
+    others: dict[str, nn.Module] = {}
+    owned: set[int] = set()
+    for name, module in _outermost(candidates):
+        parameters = {id(p) for p in module.parameters()}
+        if parameters & held:
+            _put(matched, name, module)
+            owned |= parameters
+        elif any(p.requires_grad for p in module.parameters()) and any(id(m) in called_ids for m in module.modules()):
+            _put(others, name, module)
+    if not matched or held - owned:
+        for name, module in others.items():
+            _put(matched, name, module)
+    return matched
+
+
+def _outermost(candidates: dict[int, tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Those that are not part of another one."""
+    inner: set[int] = set()
+    for _, module in candidates.values():
+        if id(module) not in inner:
+            inner.update(id(child) for child in module.modules() if child is not module)
+    return [(name, module) for key, (name, module) in candidates.items() if key not in inner]
+
+
+def _put(found: dict[str, nn.Module], name: str, module: nn.Module) -> None:
+    key, n = name.replace(".", "_"), 2
+    while key in found:
+        key, n = f"{name}_{n}".replace(".", "_"), n + 1
+    found[key] = module
+
+
+def find_optimizer_names(frame: FrameType | None, optimizers: Iterable[Optimizer]) -> dict[int, str]:
+    """The user's name of each optimizer, by id; those without one are missing."""
+    wanted = {id(optimizer) for optimizer in optimizers}
+    names: dict[int, str] = {}
+    for name, value in visible_names(frame):
+        if id(value) in wanted and id(value) not in names:
+            names[id(value)] = name
+            if len(names) == len(wanted):
+                break
+    return names

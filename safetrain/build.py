@@ -370,9 +370,9 @@ def build_callbacks(config: CallbacksConfig) -> list[Callback]:
         (callbacks.EMA, config.ema),
         (callbacks.LrMonitor, config.lr_monitor),
         (callbacks.MemoryMonitor, config.memory),
-        (callbacks.Throughput, config.throughput),
         (callbacks.EarlyStopping, config.early_stopping),
         (callbacks.Saving, config.checkpoint),
+        (callbacks.Throughput, config.throughput),  # after saving, whose time it leaves out
         (callbacks.Progress, config.progress),
         (callbacks.TensorBoard, config.tensorboard),
         (callbacks.JsonlMetrics, config.jsonl),

@@ -1,0 +1,312 @@
+"""Who holds it: a bounded search from named roots down to the tensors whose graphs outlived their step.
+
+Top-down first: breadth first over `gc.get_referents`, bounded in time and objects, so the answer is the shortest path
+from a name. Only when that finds nothing, `owners` and `climb` look from the tensors upward.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    GetSetDescriptorType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    ModuleType,
+    WrapperDescriptorType,
+)
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from safetrain.graph import paths
+from safetrain.graph.marks import grad_fn_of
+from safetrain.graph.roots import Root, gather_roots
+from safetrain.graph.walk import marks_reached, walk
+from safetrain.source import USER, frame_locals, grade
+
+Wanted = Callable[[Tensor], frozenset[int]]
+"""Which earlier steps a tensor keeps alive; empty when it is of no interest."""
+
+_BIG = 20_000
+"""Elements of one container above which only both ends are looked at: leaks append."""
+_END = 2_000
+_PLAIN, _TENSOR, _SKIP, _FUNCTION, _FRAME, _CLASS, _ARRAY = range(7)
+_ATOMS = frozenset(
+    {
+        type(None), bool, int, float, complex, str, bytes, bytearray, range, slice, type(...), CodeType, ModuleType,
+        BuiltinFunctionType, GetSetDescriptorType, MemberDescriptorType, MethodDescriptorType, WrapperDescriptorType,
+    }
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Holder:
+    """A place that keeps graphs of earlier steps alive. Holds the objects on its path: use it at once, never keep it."""
+
+    root: Root
+    path: list[Any]
+    """Objects from the root's value down to the container (or the tensor) that holds."""
+    tensors: list[Tensor]
+    steps: frozenset[int]
+    watched: list[Any] = field(default_factory=list)
+    """Containers in which another graph would show up."""
+
+    def describe(self) -> str:
+        """``local `history` in main() → list[0..41]``."""
+        return paths.describe(self.root.label, self.path, self.tensors)
+
+    @property
+    def name(self) -> str:
+        """The last proper name on the path: `history` of `self.meters.history[3]`."""
+        return paths.last_name(self.root.name, self.path)
+
+    @property
+    def through_exception(self) -> bool:
+        """Whether a traceback is on the path."""
+        return any(isinstance(obj, BaseException) for obj in self.path)
+
+    @property
+    def through_grad(self) -> bool:
+        """Whether a leaf's `.grad` is what holds."""
+        return any(
+            isinstance(a, Tensor) and a.is_leaf and a.grad is b for a, b in zip(self.path, [*self.path[1:], *self.tensors[:1]])
+        )
+
+
+def reaches_steps(before: int, limit: int = 4_000) -> Wanted:
+    """`Wanted` for marked graphs: the steps before `before` that a tensor's graph reaches back into."""
+
+    def wanted(tensor: Tensor) -> frozenset[int]:
+        return frozenset(mark.step for mark in marks_reached(tensor, limit) if mark.step < before)
+
+    return wanted
+
+
+def find_holders(
+    wanted: Wanted, given: Mapping[str, Any] | None = None, *, budget_s: float = 0.5, max_objects: int = 300_000
+) -> list[Holder]:
+    """The places that hold tensors which `wanted` asks for, those with the most steps first.
+
+    Searches the `given` objects by their names, then live frames, user modules, global hooks and context variables;
+    library frames only when those hold nothing. Gives up quietly at its bounds.
+    """
+    deadline = time.perf_counter() + budget_s
+    for roots in gather_roots(given):
+        search = _Search(wanted, deadline, max_objects)
+        search.run(roots)
+        if search.hits:
+            return _group(search)
+        if time.perf_counter() > deadline:
+            break
+    return []
+
+
+class _Search:
+    """Breadth first from the roots. Remembers by which object each one was reached."""
+
+    def __init__(self, wanted: Wanted, deadline: float, max_objects: int) -> None:
+        self.parent: dict[int, int] = {}
+        self.objects: dict[int, Any] = {}
+        self.root_of: dict[int, Root] = {}
+        self.hits: list[tuple[Tensor, frozenset[int]]] = []
+        self._wanted = wanted
+        self._deadline = deadline
+        self._max_objects = max_objects
+
+    def run(self, roots: Iterable[Root]) -> None:
+        queue: deque[Any] = deque()
+        for root in roots:
+            kind = type(root.value)
+            if kind in _ATOMS or id(root.value) in self.objects:
+                continue
+            self.objects[id(root.value)] = root.value
+            self.root_of[id(root.value)] = root
+            queue.append(root.value)
+        big: deque[Any] = deque()
+        while queue or big:
+            if len(self.objects) > self._max_objects or (len(self.objects) & 255 == 0 and time.perf_counter() > self._deadline):
+                return
+            obj = queue.popleft() if queue else big.popleft()
+            kind = type(obj)
+            category = _category_of(kind)
+            if category == _TENSOR:
+                self._look_at(obj)
+            for child in _children(obj, category):
+                if type(child) in _ATOMS or id(child) in self.objects or _category_of(type(child)) == _SKIP:
+                    continue
+                self.objects[id(child)] = child
+                self.parent[id(child)] = id(obj)
+                (big if _size(child) > _BIG else queue).append(child)
+
+    def _look_at(self, tensor: Tensor) -> None:
+        if tensor.requires_grad and grad_fn_of(tensor) is not None:
+            steps = self._wanted(tensor)
+            if steps:
+                self.hits.append((tensor, steps))
+
+    def path(self, obj: Any) -> list[Any]:
+        """From the root's value to `obj`."""
+        keys = [id(obj)]
+        while keys[-1] in self.parent:
+            keys.append(self.parent[keys[-1]])
+        return [self.objects[key] for key in reversed(keys)]
+
+
+_categories: dict[type, int] = {}
+
+
+def _category_of(kind: type) -> int:
+    known = _categories.get(kind)
+    if known is None:
+        known = _categories[kind] = _judge(kind)
+    return known
+
+
+def _judge(kind: type) -> int:
+    if issubclass(kind, FakeTensor):
+        return _SKIP
+    if issubclass(kind, Tensor):
+        return _TENSOR
+    if kind is FunctionType:
+        return _FUNCTION
+    if kind is FrameType:
+        return _FRAME
+    if issubclass(kind, np.ndarray):
+        return _ARRAY
+    if issubclass(kind, type):
+        return _CLASS
+    if issubclass(kind, ModuleType) or kind in _ATOMS or kind.__module__ in ("safetrain.guards", "safetrain.graph.roots"):
+        return _SKIP
+    return _PLAIN
+
+
+def _children(obj: Any, category: int) -> Iterable[Any]:
+    if category == _PLAIN:
+        return gc.get_referents(obj) if _size(obj) <= _BIG else _both_ends(obj)
+    if category == _TENSOR:
+        return _behind_tensor(obj)
+    if category == _FUNCTION:
+        return [*(obj.__closure__ or ()), *(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).values(), obj.__dict__]
+    if category == _FRAME:
+        return list(frame_locals(obj).values())
+    if category == _CLASS:
+        return list(vars(obj).values()) if _is_user_class(obj) else ()
+    if category == _ARRAY:
+        return obj.ravel()[:_BIG].tolist() if obj.dtype.hasobject and obj.dtype.names is None else ()
+    return ()
+
+
+def _behind_tensor(tensor: Tensor) -> list[Any]:
+    """Its hooks and attributes, its gradient, and what hand-written Functions keep on `ctx`."""
+    behind = gc.get_referents(tensor)
+    if tensor.is_leaf:
+        if tensor.grad is not None:
+            behind.append(tensor.grad)
+    else:
+        for node in walk([grad_fn_of(tensor)], limit=500).nodes:
+            if isinstance(getattr(node, "__dict__", None), dict):
+                behind += vars(node).values()
+    return behind
+
+
+def _size(obj: Any) -> int:
+    kind = type(obj)
+    return len(obj) if kind in (list, tuple, dict, set, deque, OrderedDict) else 0
+
+
+def _both_ends(obj: Any) -> list[Any]:
+    items = list(obj.values()) if isinstance(obj, dict) else list(obj)
+    return items[:_END] + items[-_END:]
+
+
+_user_classes: dict[type, bool] = {}
+
+
+def _is_user_class(kind: type) -> bool:
+    known = _user_classes.get(kind)
+    if known is None:
+        module = sys.modules.get(kind.__module__)
+        filename = getattr(module, "__file__", None)
+        known = kind.__module__ == "__main__" or (isinstance(filename, str) and grade(filename) == USER)
+        _user_classes[kind] = known
+    return known
+
+
+def _group(search: _Search) -> list[Holder]:
+    """One holder for each deepest object under which most of its root's steps hang."""
+    steps_under: dict[int, set[int]] = {}
+    found = [(tensor, steps, search.path(tensor)) for tensor, steps in search.hits]
+    for _, steps, path in found:
+        for obj in path:
+            steps_under.setdefault(id(obj), set()).update(steps)
+    groups: dict[tuple[int, int], tuple[list[Any], list[Tensor], set[int]]] = {}
+    for tensor, steps, path in found:
+        enough = max(1, math.ceil(0.6 * len(steps_under[id(path[0])])))
+        at = max(i for i, obj in enumerate(path) if len(steps_under[id(obj)]) >= enough)
+        # A container that holds one tensor only is named together with it; several tensors are named by their container.
+        stem = path[: at + 1] if at + 1 < len(path) else path
+        key = (id(path[0]), id(stem[-1]))
+        group = groups.setdefault(key, (stem, [], set()))
+        group[1].append(tensor)
+        group[2].update(steps)
+    holders = []
+    for stem, tensors, all_steps in groups.values():
+        root = search.root_of[id(stem[0])]
+        containers = list({id(c): c for t in tensors[:16] if (c := _container(search, t)) is not None}.values())
+        if not isinstance(stem[-1], Tensor):
+            containers.append(stem[-1])
+        holders.append(Holder(root, stem, tensors, frozenset(all_steps), containers))
+    order = {id(h): i for i, h in enumerate(holders)}
+    return sorted(holders, key=lambda h: (-len(h.steps), len(h.path), order[id(h)]))
+
+
+def _container(search: _Search, tensor: Tensor) -> Any:
+    key = search.parent.get(id(tensor))
+    return None if key is None else search.objects[key]
+
+
+def graph_owners(wanted: Wanted, *, budget_s: float = 1.0) -> list[Tensor]:
+    """Tensors anywhere in the heap which `wanted` asks for. Reads the whole heap once (0.1 s for a million objects)."""
+    deadline = time.perf_counter() + budget_s
+    owners = []
+    for index, obj in enumerate(gc.get_objects()):
+        kind = type(obj)
+        if issubclass(kind, Tensor) and not issubclass(kind, FakeTensor) and obj.requires_grad and not obj.is_leaf and wanted(obj):
+            owners.append(obj)
+        if index & 4095 == 0 and time.perf_counter() > deadline:
+            break
+    return owners
+
+
+def climb(tensor: Tensor, *, levels: int = 6, budget_s: float = 1.0) -> list[str]:
+    """Who refers to `tensor`, upward through `gc.get_referrers`, as readable steps. Bounded in levels and time."""
+    deadline = time.perf_counter() + budget_s
+    chain: list[Any] = [tensor]
+    apart = {id(chain), id(sys._getframe())}
+    labels: list[str] = []
+    for _ in range(levels):
+        if time.perf_counter() > deadline:
+            break
+        referrers = [
+            r for r in gc.get_referrers(chain[-1])
+            if id(r) not in apart and type(r) not in (FrameType, MappingProxyType) and all(r is not c for c in chain)
+        ]  # fmt: skip
+        if not referrers:
+            break
+        labels.append(paths.edge(referrers[0], chain[-1]))
+        chain.append(referrers[0])
+    labels.append(type(chain[-1]).__name__)
+    return list(reversed([label for label in labels if label]))

@@ -1,0 +1,145 @@
+"""Death tokens: a small object in a graph node's `metadata` lives exactly as long as the node.
+
+Nodes take no weak references themselves, but the token does, so whether a graph of an earlier step is still alive is
+known with certainty, without a scan and without holding anything. One mark a step serves all its nodes; it dies with
+the last of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+KEY = "safetrain.mark"
+"""Where a mark stands in `grad_fn.metadata`."""
+
+MarkKind = Literal["train", "eval"]
+
+
+class Mark:
+    """The graphs built in one step (or by one forward of an evaluation). `step` counts optimizer steps from 1."""
+
+    __slots__ = ("__weakref__", "kind", "step")
+
+    def __init__(self, step: int, kind: MarkKind = "train") -> None:
+        self.step = step
+        self.kind = kind
+
+
+def put_mark(tensor: Tensor, mark: Mark) -> bool:
+    """Mark the node that made `tensor`, unless it has a mark already. False when nothing was marked. 0.3 µs."""
+    node = tensor.grad_fn
+    if node is None:
+        return False
+    metadata = node.metadata
+    if KEY in metadata:
+        return False
+    metadata[KEY] = mark
+    return True
+
+
+def mark_of(node: Any) -> Mark | None:
+    """The mark of a graph node."""
+    found: Mark | None = node.metadata.get(KEY)
+    return found
+
+
+class Marks:
+    """The marks that may still be alive, known weakly."""
+
+    __slots__ = ("_refs",)
+
+    def __init__(self) -> None:
+        self._refs: list[weakref.ref[Mark]] = []
+
+    def new(self, step: int, kind: MarkKind = "train") -> Mark:
+        """A mark to put on the graphs of `step`. Keep it only while the step runs."""
+        mark = Mark(step, kind)
+        self._refs.append(weakref.ref(mark))
+        return mark
+
+    def alive_before(self, step: int) -> list[int]:
+        """Steps before `step` with a living graph, oldest first."""
+        living = [ref for ref in self._refs if ref() is not None]
+        self._refs = living
+        steps = []
+        for ref in living:
+            mark = ref()
+            if mark is not None and mark.step < step:
+                steps.append(mark.step)
+        return steps
+
+    def __len__(self) -> int:
+        self._refs = [ref for ref in self._refs if ref() is not None]
+        return len(self._refs)
+
+
+_OLD_GENERATION_IS_SPLIT = sys.version_info >= (3, 14)
+_BIG_YOUNG_GENERATION = 5_000
+"""Young objects above which a look costs more than a few microseconds: with `gc.disable()` the young are the heap."""
+
+
+class Census:
+    """The tensors with a graph that were made since the last look and are alive now.
+
+    The collector keeps objects in order of creation, youngest last: reading its young generation backwards up to a
+    sentinel left by the last look costs 3–6 µs, whatever the size of the heap. Objects that the collector has already
+    moved to its oldest generation are not seen. Nothing is frozen, and the collector's state is untouched.
+    """
+
+    __slots__ = ("_pause", "_sentinel", "_usable")
+
+    def __init__(self) -> None:
+        self._sentinel: list[None] = []
+        self._pause = 0
+        self._usable: bool = getattr(sys, "_is_gil_enabled", lambda: True)()  # free-threaded Python has no generations
+
+    def reset(self) -> None:
+        """Forget what is older than now."""
+        self._sentinel = []
+
+    def visit(self, see: Callable[[Tensor], object]) -> None:
+        """Call `see` with each tensor that carries a graph; none of them is held afterwards."""
+        if not self._usable or self._skip():
+            return
+        sentinel = self._sentinel
+        if not _visit_backwards(gc.get_objects(generation=0), sentinel, see) and not _OLD_GENERATION_IS_SPLIT:
+            _visit_backwards(gc.get_objects(generation=1), sentinel, see)
+        self._sentinel = []
+
+    def _skip(self) -> bool:
+        young = gc.get_count()[0]
+        if young < _BIG_YOUNG_GENERATION:
+            return False
+        if self._pause > 0:
+            self._pause -= 1
+            return True
+        self._pause = young // _BIG_YOUNG_GENERATION
+        return False
+
+
+def _visit_backwards(objects: list[Any], sentinel: object, see: Callable[[Tensor], object]) -> bool:
+    """Visit the objects younger than `sentinel`; whether it was met."""
+    tensor_type = Tensor
+    for obj in reversed(objects):
+        if type(obj) is tensor_type:
+            if obj.requires_grad and not obj.is_leaf:
+                see(obj)
+        elif obj is sentinel:
+            return True
+    return False
+
+
+def grad_fn_of(tensor: Tensor) -> Any:
+    """`tensor.grad_fn` without the detour through a subclass's `__torch_function__`; None where autograd refuses it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return tensor.grad_fn
+        except RuntimeError:  # a view of several outputs that was changed in place has no node any more
+            return None

@@ -1,0 +1,220 @@
+"""Readable names for the way from one object to another."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from types import CellType, CoroutineType, FrameType, FunctionType, GeneratorType, MethodType, TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+
+from safetrain.source import frame_locals
+
+_TRANSPARENT_MODULE_DICTS = ("_parameters", "_buffers", "_modules")
+
+
+def describe(label: str, path: Sequence[Any], tensors: Sequence[Tensor]) -> str:
+    """The path as text. `tensors` hang on its last object: their indices are told as a range."""
+    steps = [label, *_edges(path)]
+    last = path[-1]
+    if isinstance(last, Tensor):
+        return " → ".join(steps)
+    inside = _contents(last, tensors)
+    if inside:
+        steps.append(inside)
+    return " → ".join(steps)
+
+
+def _edges(path: Sequence[Any]) -> list[str]:
+    out = []
+    owner = None  # of an instance dict or a cell, which have no name of their own
+    for above, below in zip(path, path[1:]):
+        if _is_transparent(above, below):
+            owner = owner if owner is not None else above
+            continue
+        out.append(edge(owner if owner is not None else above, below))
+        owner = None
+    return [step for step in out if step]
+
+
+def _is_transparent(above: Any, below: Any) -> bool:
+    kind = type(below)
+    if kind is dict and _instance_dict(above) is below:
+        return True
+    if kind is dict and isinstance(above, dict) and any(above.get(name) is below for name in _TRANSPARENT_MODULE_DICTS):
+        return True
+    return kind in (CellType, TracebackType, FrameType)
+
+
+def edge(above: Any, below: Any) -> str:
+    """How `above` holds `below`: `.name`, `[3]`, `['loss']`, ``closure variable `x` of f()``."""
+    for naming in (_of_function, _of_frame, _of_instance, _of_container):
+        name = naming(above, below)
+        if name is not None:
+            return name
+    return type(above).__name__
+
+
+def _of_function(above: Any, below: Any) -> str | None:
+    if isinstance(above, MethodType):
+        return f"method {above.__func__.__qualname__}" if below is above.__self__ else ""
+    if isinstance(above, FunctionType):
+        for name, cell in zip(above.__code__.co_freevars, above.__closure__ or ()):
+            if cell is below or _cell_content(cell) is below:
+                return f"closure variable `{name}` of {above.__qualname__}()"
+        return f"default argument of {above.__qualname__}()" if below in _identity(above.__defaults__ or ()) else None
+    if isinstance(above, functools.partial):
+        return "functools.partial"
+    if type(above).__name__ == "_lru_cache_wrapper":
+        return f"functools.lru_cache of {above.__qualname__}()"
+    return None
+
+
+def _of_frame(above: Any, below: Any) -> str | None:
+    if isinstance(above, BaseException):
+        return f"{type(above).__name__}.__traceback__" + _traceback_local(above.__traceback__, below)
+    frame = None
+    if isinstance(above, GeneratorType):
+        frame = above.gi_frame
+    elif isinstance(above, CoroutineType):
+        frame = above.cr_frame
+    elif isinstance(above, FrameType):
+        frame = above
+    elif isinstance(above, TracebackType):
+        return _traceback_local(above, below).removeprefix(" → ")
+    if frame is None:
+        return None
+    kind = "generator " if isinstance(above, GeneratorType) else ""
+    return next((f"local `{n}` of {kind}{frame.f_code.co_name}()" for n, v in frame_locals(frame).items() if v is below), None)
+
+
+def _traceback_local(tb: TracebackType | None, below: Any) -> str:
+    while tb is not None:
+        for name, value in frame_locals(tb.tb_frame).items():
+            if value is below:
+                return f" → local `{name}` in {tb.tb_frame.f_code.co_name}()"
+        tb = tb.tb_next
+    return ""
+
+
+def _of_instance(above: Any, below: Any) -> str | None:
+    if isinstance(above, Tensor):
+        if above.is_leaf and above.grad is below:
+            return ".grad"
+        node_name = next((type(above.grad_fn).__name__ for _ in (0,) if above.grad_fn is not None), "")
+        return _attribute(above, below) or (f"ctx of {node_name}" if node_name else None)
+    if isinstance(above, (list, tuple, dict, set, frozenset, deque)):
+        return None
+    if isinstance(above, nn.Module):
+        for space in _TRANSPARENT_MODULE_DICTS:
+            for name, value in vars(above).get(space, {}).items():
+                if value is below:
+                    return f".{name}"
+    if isinstance(above, type):
+        return next((f".{name}" for name, value in vars(above).items() if value is below), None)
+    return _attribute(above, below)
+
+
+def _attribute(above: Any, below: Any) -> str | None:
+    for name, value in (_instance_dict(above) or {}).items():
+        if value is below:
+            return f".{name}"
+    for kind in type(above).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            descriptor = kind.__dict__.get(name)
+            try:
+                if descriptor is not None and descriptor.__get__(above) is below:
+                    return f".{name}"
+            except AttributeError:  # an empty slot
+                continue
+    return None
+
+
+def _of_container(above: Any, below: Any) -> str | None:
+    if isinstance(above, dict):
+        for key, value in dict.items(above):
+            if value is below:
+                return f"[{_key(key)}]"
+        return "a key"
+    if isinstance(above, (list, tuple, deque)):
+        return next((f"[{i}]" for i, value in enumerate(above) if value is below), None)
+    if isinstance(above, (set, frozenset)):
+        return "an element"
+    return None
+
+
+def _contents(container: Any, tensors: Sequence[Tensor]) -> str:
+    """`list[0..41]`: where in the container its graph-carrying tensors (or what holds them) stand."""
+    kind = type(container).__name__
+    if type(container).__name__ == "_lru_cache_wrapper":
+        return f"functools.lru_cache ({container.cache_info().currsize} entries)"
+    if isinstance(container, (list, tuple, deque)):
+        at = [i for i, value in enumerate(container) if _carries_graph(value)]
+        if not at:
+            return f"{kind} of {len(container)}"
+        return f"{kind}[{at[0]}]" if at[0] == at[-1] else f"{kind}[{at[0]}..{at[-1]}]"
+    if isinstance(container, dict):
+        keys = [key for key, value in dict.items(container) if _carries_graph(value)] or list(container)
+        shown = ", ".join(_key(key) for key in keys[:3]) + (", …" if len(keys) > 3 else "")
+        return f"{kind}[{shown}] ({len(container)} entries)"
+    if isinstance(container, (set, frozenset)):
+        return f"{kind} of {len(container)}"
+    names = sorted({name for name, value in (_instance_dict(container) or {}).items() if _carries_graph(value)})
+    return ", ".join(f".{name}" for name in names[:3])
+
+
+def _carries_graph(value: Any) -> bool:
+    """Whether a value is a tensor with a graph, or a shallow container of some."""
+    if issubclass(type(value), Tensor):
+        return bool(value.requires_grad and not value.is_leaf)
+    if isinstance(value, dict):
+        return any(issubclass(type(v), Tensor) and v.requires_grad for v in list(value.values())[:16])
+    if isinstance(value, (list, tuple)):
+        return any(issubclass(type(v), Tensor) and v.requires_grad for v in value[:16])
+    return False
+
+
+def last_name(root: str, path: Sequence[Any]) -> str:
+    """The last attribute on the path, or the root's name."""
+    name = root
+    for step in _edges(path):
+        if step.startswith("."):
+            name = step[1:].split(".")[-1]
+        elif "`" in step:
+            name = step.split("`")[1]
+    return name
+
+
+def _key(key: Any) -> str:
+    if issubclass(type(key), Tensor):
+        return "tensor"
+    text = repr(key) if isinstance(key, (str, int, float, bool, bytes)) else type(key).__name__
+    return text if len(text) <= 24 else text[:23] + "…"
+
+
+def _instance_dict(obj: Any) -> Mapping[str, Any] | None:
+    try:
+        found = object.__getattribute__(obj, "__dict__")
+    except AttributeError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _cell_content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
+
+
+class _identity:
+    """Membership by identity: tensors do not compare to a bool."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._ids = {id(value) for value in values}
+
+    def __contains__(self, value: Any) -> bool:
+        return id(value) in self._ids

@@ -43,6 +43,8 @@ class EMA(Callback):
         """Taken steps that have entered the average."""
         self._live: dict[str, Tensor] = {}
         self._average: dict[str, Tensor] = {}
+        self._same_dtype: tuple[list[Tensor], list[Tensor]] = ([], [])  # averages and weights that one lerp can take
+        self._widened: list[tuple[Tensor, Tensor]] = []  # averages kept in float32 for weights that are not
         self._aside: list[Tensor] | None = None  # the model's own weights while it holds the average
         self._loaded: dict[str, Tensor] | None = None
         self._pending = False  # a step was made whose weights have not entered yet
@@ -135,22 +137,23 @@ class EMA(Callback):
 
     @torch.no_grad()
     def _enter(self, share: float) -> None:
-        same_average: list[Tensor] = []
-        same_live: list[Tensor] = []
-        for average, weight in zip(self._average.values(), self._live.values(), strict=True):
-            if average.dtype == weight.dtype:
-                same_average.append(average)
-                same_live.append(weight)
-            else:
-                average.lerp_(weight.to(average.dtype), share)
-        if same_average:
-            torch._foreach_lerp_(same_average, same_live, share)
+        if self._same_dtype[0]:
+            torch._foreach_lerp_(*self._same_dtype, share)
+        for average, weight in self._widened:
+            average.lerp_(weight.to(average.dtype), share)
 
     def _join_trainable(self, model: nn.Module) -> None:
         for name, weight in model.named_parameters():
             if weight.requires_grad and name not in self._average and weight.is_floating_point():
                 self._live[name] = weight
                 self._average[name] = _copy(weight.detach(), weight)
+        self._pair_up()
+
+    def _pair_up(self) -> None:
+        pairs = [(average, self._live[name]) for name, average in self._average.items()]
+        same = [pair for pair in pairs if pair[0].dtype == pair[1].dtype]
+        self._same_dtype = ([average for average, _ in same], [weight for _, weight in same])
+        self._widened = [pair for pair in pairs if pair[0].dtype != pair[1].dtype]
 
     def _install(self, model: nn.Module) -> None:
         loaded, self._loaded = self._loaded, None
@@ -165,6 +168,7 @@ class EMA(Callback):
                 )
         self._live = {name: live[name] for name in loaded}
         self._average = {name: _copy(value, live[name]) for name, value in loaded.items()}
+        self._pair_up()
 
     def _restore(self) -> None:
         if self._aside is not None:

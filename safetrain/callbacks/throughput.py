@@ -21,7 +21,8 @@ class Throughput(Callback):
     """Adds `throughput/steps_per_s`, `samples_per_s`, `tokens_per_s`, `tflops_per_s` and `mfu` to the row.
 
     The clock runs from one row to the next, waiting for data included; evaluations, checkpoints, the first step (lazy
-    setup) and the step whose operations are counted are left out.
+    setup) and the step whose operations are counted are left out. List it after `Saving`, so that the removal of old
+    checkpoints is left out too.
 
     Args:
         tokens: tokens of a micro-batch, as a number or a scalar tensor; default: the batch says so by an entry

@@ -5,10 +5,12 @@ This is the one file that touches optimizers, the gradient scaler, grad mode and
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import logging
 import math
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,13 +24,18 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_no
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from safetrain import activation_checkpoint as activation_checkpointing
 from safetrain import batch as batches
 from safetrain import checkpoint, rng
+from safetrain import compile as compiling
+from safetrain.activation_checkpoint import CheckpointOptions
 from safetrain.averages import Averages
 from safetrain.callbacks.base import Callback, Listeners
+from safetrain.compile import CompileOptions
 from safetrain.deferred import DeferredFlag
 from safetrain.errors import BatchError, ConfigError, NonFiniteError
 from safetrain.loader import EpochLoader
+from safetrain.modules import as_patterns
 from safetrain.settings import check_optimizers, check_settings, needs_closure
 from safetrain.state import RunState
 from safetrain.weighting import Metrics, Shares, StepOutput, check_loss, unpack
@@ -65,7 +72,9 @@ class Trainer:
         log_every: steps between rows of the log; the first step is logged too.
         seed: seeds every generator when `fit` starts a new run.
         deterministic: let torch refuse operations that do not repeat bit for bit.
-        compile, activation_checkpoint: see `safetrain.compile` and `safetrain.activation_checkpoint`.
+        compile: True or `safetrain.compile.CompileOptions`; the model is compiled in place.
+        activation_checkpoint: name patterns of modules that recompute their activations in backward, or
+            `safetrain.activation_checkpoint.CheckpointOptions`.
         callbacks: listeners, called in list order.
         guards: "default", "off", or a policy by rule code such as `{"G101": "error"}`.
         strict: warnings of the guards stop the run.
@@ -106,8 +115,8 @@ class Trainer:
         log_every: int = 50,
         seed: int | None = None,
         deterministic: bool = False,
-        compile: Any = None,
-        activation_checkpoint: Any = None,
+        compile: bool | CompileOptions | None = None,
+        activation_checkpoint: str | Sequence[str] | CheckpointOptions | None = None,
         callbacks: Iterable[Callback] = (),
         guards: Literal["default", "off"] | Mapping[str, Any] = "default",
         strict: bool = False,
@@ -131,6 +140,13 @@ class Trainer:
         check_settings(self)
 
         model.to(self.device)
+        if activation_checkpoint is not None:
+            if not isinstance(activation_checkpoint, CheckpointOptions):
+                activation_checkpoint = CheckpointOptions(as_patterns(activation_checkpoint))
+            activation_checkpointing.apply(model, activation_checkpoint)
+        self.compile_options = CompileOptions() if compile is True else compile or None
+        if self.compile_options is not None:
+            compiling.apply(model, self.compile_options)
         named = dict(optimizers) if isinstance(optimizers, Mapping) else {"main": optimizers}
         schedules = dict(schedulers) if isinstance(schedulers, Mapping) else {"main": schedulers} if schedulers else {}
         check_optimizers(named, schedules, precision)
@@ -139,6 +155,7 @@ class Trainer:
         self.state = RunState(model=model, optimizers=named, schedulers=schedules, scaler=scaler, device=self.device)
         self.state.run_dir = Path(run_dir) if run_dir is not None else None
         self.train_loader: EpochLoader | None = None
+        self._position: dict[str, Any] | None = None  # in the data, loaded before `fit` named the loader
         self.callbacks = list(callbacks)
         self.listeners = Listeners(self.callbacks)
 
@@ -155,6 +172,7 @@ class Trainer:
             opt.register_step_post_hook(functools.partial(_note_step, self._stepped, name))
         self._outside: list[nn.Parameter] = []  # trained by no optimizer
         self._overfit_set: list[Any] = []
+        self._compile_checked = False
         self._rates: dict[str, float] = {}  # learning rates that the logged step used
         self._averages: Averages | None = None  # takes metrics on logging steps and in evaluations
         self._weight: Tensor | float = 1.0  # of the micro-batch that runs
@@ -442,7 +460,10 @@ class Trainer:
         if self.max_steps is None and self.max_epochs is None and self.max_time is None:
             raise ConfigError("fit would never end: give the Trainer max_steps, max_epochs or max_time")
         state = self.state
-        self._overfit_set = _first(train, self.overfit_batches) if self.overfit_batches else []
+        if self.overfit_batches:
+            with rng.preserved():
+                rng.seed_everything(self.seed or 0)  # so that a resumed run finds the same batches
+                self._overfit_set = _first(train, self.overfit_batches)
         self.train_loader = EpochLoader.of(self._overfit_set or train)
         if not self.model.training:
             self.model.train()  # a model with only some modules in eval mode was set up so on purpose
@@ -450,8 +471,11 @@ class Trainer:
         state.total_steps = self._total_steps(self._overfit_set or train)
         if resume is not None:
             self.load(resume)
+        elif self._position is not None:
+            self.train_loader.load_state_dict(self._position)
         elif self.seed is not None and state.step == 0:
             rng.seed_everything(self.seed)
+        self._position = None
         self._find_outside()  # after the load, which may thaw parameters
         _log.info("listeners, in order: %s", ", ".join(type(c).__name__ for c in self.listeners.callbacks) or "none")
 
@@ -508,6 +532,8 @@ class Trainer:
         self._averages = Averages(self.device) if logging_step else None
         self._stepped.clear()
         self.listeners.on_step_start(state)
+        if self.compile_options is not None and not self._compile_checked:
+            self._verify_compiled(self.compile_options, window)
         self.train_step(window)
         if state.scaler is not None and self._stepped:
             state.scaler.update()
@@ -519,6 +545,14 @@ class Trainer:
             self._log_step()
         if state.attached_metrics:
             state.attached_metrics = set()
+
+    def _verify_compiled(self, options: CompileOptions, window: Sequence[Any]) -> None:
+        """On the first window, where `options.verify` asks for it: compare loss and gradients with eager ones."""
+        self._compile_checked = True
+        if options.verify:
+            reduced = self.precision != "fp32"
+            compiling.verify(self.model, lambda: self._loss_of(window), options, reduced_precision=reduced)
+        self._find_outside()  # the first call of a lazy module makes its parameters
 
     def _should_stop(self, started: float) -> bool:
         state = self.state
@@ -553,12 +587,46 @@ class Trainer:
         Raises:
             CheckpointError: it is missing, damaged, or from another model. Nothing was changed.
         """
-        checkpoint.restore(self, checkpoint.read(checkpoint.latest(Path(path))))
+        self._position = checkpoint.restore(self, checkpoint.read(path))
+
+    def dry_run(self, train: Iterable[Any], val: Iterable[Any] | None = None) -> dict[str, float]:
+        """Try everything once: a window, an evaluation batch, saving and loading. Returns the rows' numbers.
+
+        Runs in a temporary run directory with every listener; afterwards model, optimizers, generators and settings
+        are as before. An iterator that is used up once loses the batches tried.
+        """
+        state = self.state
+        before = copy.deepcopy(checkpoint.capture(self))
+        limits = ("max_steps", "max_epochs", "max_time", "eval_every", "limit_eval_batches")
+        settings = {name: getattr(self, name) for name in limits}
+        run_dir = state.run_dir
+        with tempfile.TemporaryDirectory(prefix="safetrain-dry-run-") as folder:
+            try:
+                vars(self).update(dict.fromkeys(limits), max_steps=state.step + 1, limit_eval_batches=1)
+                state.run_dir = Path(folder)
+                self.fit(train, val)
+                numbers = {"train/loss": float(state.loss)} if state.loss is not None else {}
+                numbers |= {f"val/{name}": value for name, value in state.eval_metrics.items()}
+                self.load(self.save(folder))
+            finally:
+                vars(self).update(settings)
+                state.run_dir, self.train_loader = run_dir, None
+                self._position = checkpoint.restore(self, before)
+        return numbers
+
+    def _loss_of(self, window: Sequence[Any]) -> Tensor:
+        """The loss of a window with its graph, for looking at; nothing is differentiated or counted."""
+        shares = Shares([self.batch_size(batch) for batch in window])
+        total = torch.zeros((), device=self.device)
+        for index, batch in enumerate(window):
+            with self._autocast:
+                loss, weight, _ = unpack(self.training_step(self._move(batch)))
+            total = total + shares.share_of(loss, weight, index, list)
+        return total
 
     def _replay(self) -> Tensor:
-        """The loss of the micro-batch in `state.batch`, forward run again, with its graph."""
-        with self._autocast:
-            return unpack(self.training_step(self.state.batch))[0]
+        """The loss of the micro-batch in `state.batch` once more, with its graph."""
+        return self._loss_of([self.state.batch])
 
     # ------------------------------------------------------------------ evaluation
 

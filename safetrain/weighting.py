@@ -58,8 +58,10 @@ class Shares:
 
     def _share_of_sum(self, loss: Tensor, weight: Tensor | float, gradients: Callable[[], list[Tensor]]) -> Tensor:
         """The weights to come are unknown: divide by a guess now, and `finish` corrects the gradients once."""
+        several = len(self.sizes) > 1
+        if several and isinstance(weight, Tensor):
+            weight = weight.to(torch.promote_types(loss.dtype, torch.float32))  # counts would divide in float32
         if self._weights is None:
-            several = len(self.sizes) > 1
             if several and gradients():
                 raise BatchError(
                     "forward_backward over several StepOutputs corrects the gradients at its end, but some were there "

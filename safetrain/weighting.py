@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,8 @@ class Shares:
         if weight is not None:
             loss = self._share_of_sum(loss, weight, gradients)
         elif len(self.sizes) > 1:
+            if not self.sizes[index]:
+                raise BatchError(f"micro-batch {index} of the window has no samples, so it has no mean loss")
             loss = loss / (self.num_samples / self.sizes[index])  # so that k equal ones are divided by exactly k
         detached = loss.detach()
         self._total = detached if self._total is None else self._total + detached
@@ -78,7 +81,8 @@ class Shares:
         assert self._total is not None
         if self._weights is None or len(self.sizes) == 1:
             return self._total
-        factor = self._reference / self._weights
+        nothing_counted = not isinstance(self._weights, Tensor) and self._weights == 0
+        factor = math.nan if nothing_counted else self._reference / self._weights
         with torch.no_grad():
             torch._foreach_mul_(gradients(), factor)
         return self._total * factor

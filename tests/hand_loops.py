@@ -1,4 +1,4 @@
-"""Loops written by hand, as careful users write them, that the Trainer must equal bit for bit; and small models to run."""
+"""Loops as careful users write them by hand, which the Trainer must equal bit for bit; and small models to run."""
 
 from __future__ import annotations
 

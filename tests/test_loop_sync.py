@@ -1,4 +1,4 @@
-"""A step without logging reads nothing from the device, or exactly one scalar where the optimizer cannot skip by itself."""
+"""A step without logging reads nothing from the device, or one scalar where the optimizer cannot skip by itself."""
 
 from __future__ import annotations
 

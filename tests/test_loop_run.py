@@ -393,7 +393,7 @@ def test_optimizers_and_schedules_must_belong_together() -> None:
         Classifier(model, optimizer, schedule, max_steps=1, guards="off")
     with pytest.raises(ConfigError, match="names `critic`"):
         Classifier(model, optimizer, {"critic": schedule}, max_steps=1, guards="off")
-    with pytest.raises(ConfigError, match="needs a torch.optim.Optimizer"):
+    with pytest.raises(ConfigError, match="the Trainer needs"):
         Classifier(model, model.parameters(), max_steps=1, guards="off")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="needs a closure"):
         Classifier(model, torch.optim.LBFGS(model.parameters()), precision="fp16", max_steps=1, guards="off")

@@ -57,14 +57,15 @@ def build(config: Config, run_dir: Path | None = None, listeners: Iterable[Callb
         rng.seed_everything(config.seed)
     model = _call_hook(trainer_class, "build_model", "(cls, params) -> nn.Module", params)
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"trainer: {trainer_class.__name__}.build_model returned a {type(model).__name__}; return a torch.nn.Module")
+        raise ConfigError(
+            f"trainer: {trainer_class.__name__}.build_model returned a {type(model).__name__}; return a torch.nn.Module"
+        )
     model.to(device)  # before the optimizers are made: what is fused depends on it
     train, val = build_data(trainer_class, params, config, device)
     optimizers = build_optimizers(trainer_class, model, params, config)
     schedulers = build_schedulers(trainer_class, optimizers, params, config)
     own_listeners = trainer_class.build_callbacks(params) if hasattr(trainer_class, "build_callbacks") else ()
-    compile_options = config.compile and CompileOptions(**as_mapping(config.compile))
-    checkpoint_options = config.activation_checkpoint and CheckpointOptions(**as_mapping(config.activation_checkpoint))
+    compiling, recomputing = config.compile, config.activation_checkpoint
     trainer = trainer_class(
         model,
         optimizers,
@@ -74,8 +75,8 @@ def build(config: Config, run_dir: Path | None = None, listeners: Iterable[Callb
         **as_mapping(config.loop),
         seed=config.seed,
         deterministic=config.deterministic,
-        compile=compile_options,
-        activation_checkpoint=checkpoint_options,
+        compile=None if compiling is None else CompileOptions(**as_mapping(compiling)),
+        activation_checkpoint=None if recomputing is None else CheckpointOptions(**as_mapping(recomputing)),
         callbacks=[*own_listeners, *build_callbacks(config.callbacks), *listeners],
         guards=config.guards,
         strict=config.strict,
@@ -92,7 +93,9 @@ def load_trainer(spec: str) -> type[Trainer]:
     """The Trainer subclass that a config names. Raises `ConfigError`."""
     found = load_object(spec, "trainer")
     if not (inspect.isclass(found) and issubclass(found, Trainer)):
-        raise ConfigError(f"trainer: {spec} is no subclass of safetrain.Trainer; write `class {spec.rpartition(':')[2]}(Trainer):`")
+        raise ConfigError(
+            f"trainer: {spec} is no subclass of safetrain.Trainer; write `class {spec.rpartition(':')[2]}(Trainer):`"
+        )
     return found
 
 
@@ -107,7 +110,9 @@ def build_params(trainer_class: type[Trainer], config: Config) -> Any:
             )
         return None
     if not (inspect.isclass(declared) and issubclass(declared, BaseModel)):
-        raise ConfigError(f"trainer: {trainer_class.__name__}.Params is no pydantic.BaseModel; write `class Params(BaseModel):`")
+        raise ConfigError(
+            f"trainer: {trainer_class.__name__}.Params is no pydantic.BaseModel; write `class Params(BaseModel):`"
+        )
     return validate(declared, config.params, trainer_class.__name__, "params.")
 
 
@@ -115,7 +120,8 @@ def _call_hook(trainer_class: type[Trainer], name: str, signature: str, *args: A
     hook = getattr(trainer_class, name, None)
     if hook is None:
         raise ConfigError(
-            f"trainer: {trainer_class.__name__} has no {name}, which a config needs; add `@classmethod def {name}{signature}`"
+            f"trainer: {trainer_class.__name__} has no {name}, which a config needs; add `@classmethod def "
+            f"{name}{signature}`"
         )
     if not inspect.ismethod(hook):
         raise ConfigError(f"trainer: {trainer_class.__name__}.{name} must be a classmethod; put @classmethod above it")
@@ -145,23 +151,33 @@ def build_data(
     """The loaders for training and evaluation from the trainer's `build_data`. Raises `ConfigError`."""
     data = _call_hook(trainer_class, "build_data", "(cls, params) -> tuple[train, val | None]", params)
     if not (isinstance(data, tuple) and len(data) == 2):
-        raise ConfigError(f"trainer: {trainer_class.__name__}.build_data returned a {type(data).__name__}; return (train, val), with None for no val")
+        raise ConfigError(
+            f"trainer: {trainer_class.__name__}.build_data returned a {type(data).__name__}; return (train, val), "
+            "with None for no val"
+        )
     train, val = data
     if train is None:
-        raise ConfigError(f"trainer: {trainer_class.__name__}.build_data returned no training data (None); return a Dataset or a loader")
+        raise ConfigError(
+            f"trainer: {trainer_class.__name__}.build_data returned no training data (None); return a Dataset or a "
+            "loader"
+        )
     if val is None:
         _check_no_evaluation(config, trainer_class.__name__)
     if not isinstance(train, Dataset) and config.data != DataConfig():
         changed = next(key for key, value in config.data if value != getattr(DataConfig(), key))
         raise ConfigError(
-            f"data.{changed} would be ignored: {trainer_class.__name__}.build_data returned a ready {type(train).__name__}; "
+            f"data.{changed} would be ignored: {trainer_class.__name__}.build_data returned a ready "
+            f"{type(train).__name__}; "
             "return the dataset instead, or remove the data section and set it there"
         )
     if isinstance(train, IterableDataset) and config.data.shuffle:
         raise ConfigError(
-            f"data.shuffle: true cannot shuffle {type(train).__name__}, an IterableDataset, which has its own order; remove data.shuffle"
+            f"data.shuffle: true cannot shuffle {type(train).__name__}, an IterableDataset, which has its own "
+            "order; remove data.shuffle"
         )
-    return _loader(train, config, device, training=True), None if val is None else _loader(val, config, device, training=False)
+    return _loader(train, config, device, training=True), None if val is None else _loader(
+        val, config, device, training=False
+    )
 
 
 def _loader(data: Any, config: Config, device: torch.device, *, training: bool) -> Any:
@@ -172,7 +188,10 @@ def _loader(data: Any, config: Config, device: torch.device, *, training: bool) 
     shuffle = not config.loop.overfit_batches if options.shuffle is None else options.shuffle
     batch_size = options.batch_size if training else options.eval_batch_size or options.batch_size
     if training and not isinstance(data, IterableDataset) and len(data) == 0:  # type: ignore[arg-type]
-        raise ConfigError(f"trainer: build_data returned an empty training {type(data).__name__}; check the path or filter that fills it")
+        raise ConfigError(
+            f"trainer: build_data returned an empty training {type(data).__name__}; check the path or filter that "
+            "fills it"
+        )
     return make_loader(
         data,
         batch_size=batch_size,
@@ -194,7 +213,8 @@ def _check_no_evaluation(config: Config, trainer: str) -> None:
     for key, is_set in waiting.items():
         if is_set and not config.loop.overfit_batches:
             raise ConfigError(
-                f"{key} needs evaluation, but {trainer}.build_data returned no validation data; return (train, val) or remove {key}"
+                f"{key} needs evaluation, but {trainer}.build_data returned no validation data; return (train, "
+                f"val) or remove {key}"
             )
 
 
@@ -209,7 +229,10 @@ def build_optimizers(
     configured = "optim" if config.optim else "optims" if config.optims else None
     if own is not None:
         if configured:
-            raise ConfigError(f"{configured} would be ignored: {trainer_class.__name__}.build_optimizers makes the optimizers; remove one of them")
+            raise ConfigError(
+                f"{configured} would be ignored: {trainer_class.__name__}.build_optimizers makes the optimizers; "
+                "remove one of them"
+            )
         made: Optimizer | dict[str, Optimizer] = own(model, params)
         return made
     if configured is None:
@@ -226,14 +249,19 @@ def build_optimizers(
                 other = owner.setdefault(id(param), path)
                 if other != path:
                     twice = next(n for n, p in model.named_parameters() if p is param)
-                    raise ConfigError(f"{other}.params and {path}.params both match {twice}, which would be stepped twice; narrow one pattern")
+                    raise ConfigError(
+                        f"{other}.params and {path}.params both match {twice}, which would be stepped twice; "
+                        "narrow one pattern"
+                    )
     return optimizers
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, path: str) -> Optimizer:
     """One optimizer over the parameters that its patterns match. `path` is its config key. Raises `ConfigError`."""
     kind = _named_class(config.name, vars(torch.optim), Optimizer, f"{path}.name", "torch.optim")
-    options = {key: tuple(value) if isinstance(value, list) else value for key, value in (config.model_extra or {}).items()}
+    options = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in (config.model_extra or {}).items()
+    }
     if config.lr is not None:
         options["lr"] = config.lr
     if config.fused is not None:
@@ -242,19 +270,32 @@ def build_optimizer(model: nn.Module, config: OptimConfig, path: str) -> Optimiz
     groups = _param_groups(model, config, path)
     for group in config.groups.values():
         _check_arguments(kind, {**options, **group}, f"{path}.groups", skip=1)
-    if config.fused is None and "fused" in inspect.signature(kind).parameters and not options.keys() & {"foreach", "differentiable", "capturable"}:
+    if (
+        config.fused is None
+        and "fused" in inspect.signature(kind).parameters
+        and not options.keys() & {"foreach", "differentiable", "capturable"}
+    ):
         try:
-            return kind(groups, **options, fused=True)
+            fused: Optimizer = kind(groups, **options, fused=True)
         except RuntimeError:  # not for these parameters or this device: torch's own choice then
             groups = _param_groups(model, config, path)
-    return _construct(kind, path, groups, **options)
+        except (ValueError, TypeError) as error:
+            raise _refused(kind, path, error) from error
+        else:
+            return fused
+    made: Optimizer = _construct(kind, path, groups, **options)
+    return made
 
 
 def _param_groups(model: nn.Module, config: OptimConfig, path: str) -> list[dict[str, Any]]:
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
-        raise ConfigError(f"{path}: {type(model).__name__} has no parameter that requires a gradient; nothing would be trained")
-    chosen = {name: p for name, p in trainable.items() if not config.params or _first_match(name, config.params) is not None}
+        raise ConfigError(
+            f"{path}: {type(model).__name__} has no parameter that requires a gradient; nothing would be trained"
+        )
+    chosen = {
+        name: p for name, p in trainable.items() if not config.params or _first_match(name, config.params) is not None
+    }
     _check_patterns(config.params, trainable, f"{path}.params")
     _check_patterns(tuple(config.groups), chosen, f"{path}.groups")
     groups: dict[str | None, dict[str, Any]] = {None: {"params": []}}
@@ -287,14 +328,20 @@ def build_schedulers(trainer_class: type[Trainer], optimizers: Any, params: Any,
     configured = "schedule" if config.schedule else "schedules" if config.schedules else None
     if own is not None:
         if configured:
-            raise ConfigError(f"{configured} would be ignored: {trainer_class.__name__}.build_schedulers makes the schedules; remove one of them")
+            raise ConfigError(
+                f"{configured} would be ignored: {trainer_class.__name__}.build_schedulers makes the schedules; "
+                "remove one of them"
+            )
         return own(optimizers, params)
     if config.schedule is not None:
         if isinstance(optimizers, Mapping):
             return {name: _schedule(opt, config.schedule, "schedule", config) for name, opt in optimizers.items()}
         return _schedule(optimizers, config.schedule, "schedule", config)
     if config.schedules:
-        return {name: _schedule(optimizers[name], schedule, f"schedules.{name}", config) for name, schedule in config.schedules.items()}
+        return {
+            name: _schedule(optimizers[name], schedule, f"schedules.{name}", config)
+            for name, schedule in config.schedules.items()
+        }
     return None
 
 
@@ -302,7 +349,10 @@ def _schedule(optimizer: Optimizer, schedule: ScheduleConfig, path: str, config:
     available = {**vars(lr_scheduler), "WarmupCosine": WarmupCosine}
     kind = _named_class(schedule.name, available, lr_scheduler.LRScheduler, f"{path}.name", "torch.optim.lr_scheduler")
     if schedule.name in ("LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"):
-        raise ConfigError(f"{path}.name: {schedule.name} takes functions or objects, which YAML has not; make it in your trainer's build_schedulers")
+        raise ConfigError(
+            f"{path}.name: {schedule.name} takes functions or objects, which YAML has not; make it in your "
+            "trainer's build_schedulers"
+        )
     options = dict(schedule.model_extra or {})
     if kind is WarmupCosine and options.get("total_steps") is None:
         options["total_steps"] = _total_steps(path, config)
@@ -312,9 +362,13 @@ def _schedule(optimizer: Optimizer, schedule: ScheduleConfig, path: str, config:
 
 def _total_steps(path: str, config: Config) -> int:
     loop = config.loop
-    setting, value = ("loop.max_epochs", loop.max_epochs) if loop.schedule_every == "epoch" else ("loop.max_steps", loop.max_steps)
+    setting, value = (
+        ("loop.max_epochs", loop.max_epochs) if loop.schedule_every == "epoch" else ("loop.max_steps", loop.max_steps)
+    )
     if value is None:
-        raise ConfigError(f"{path}.total_steps and {setting} are both missing, so the end of WarmupCosine is unknown; set one of them")
+        raise ConfigError(
+            f"{path}.total_steps and {setting} are both missing, so the end of WarmupCosine is unknown; set one of them"
+        )
     return value
 
 
@@ -326,7 +380,11 @@ def _named_class(name: str, available: Mapping[str, Any], base: type, path: str,
     if ":" in name:
         found = load_object(name, path)
     else:
-        known = {n: c for n, c in available.items() if inspect.isclass(c) and issubclass(c, base) and c is not base and n[0] != "_"}
+        known = {
+            n: c
+            for n, c in available.items()
+            if inspect.isclass(c) and issubclass(c, base) and c is not base and n[0] != "_"
+        }
         found = known.get(name)
         if found is None:
             near = difflib.get_close_matches(name, known, n=1) or [n for n in known if n.lower() == name.lower()]
@@ -349,7 +407,9 @@ def _check_arguments(kind: Callable[..., Any], options: Mapping[str, Any], path:
             near = difflib.get_close_matches(option, names, n=1)
             hint = f"did you mean {path}.{near[0]}?" if near else f"it takes {', '.join(names)}"
             raise ConfigError(f"{path}.{option}: {kind.__name__} has no such argument; {hint}")
-    missing = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and p.name not in options]
+    missing = [
+        p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and p.name not in options
+    ]
     if missing:
         raise ConfigError(f"{path}.{missing[0]} is missing: {kind.__name__} needs it")
 
@@ -358,7 +418,11 @@ def _construct(kind: Callable[..., Any], path: str, *args: Any, **options: Any) 
     try:
         return kind(*args, **options)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise ConfigError(f"{path}: {kind.__name__} refuses its arguments: {error}") from error
+        raise _refused(kind, path, error) from error
+
+
+def _refused(kind: Callable[..., Any], path: str, error: Exception) -> ConfigError:
+    return ConfigError(f"{path}: {kind.__name__} refuses its arguments: {error}")
 
 
 # ---------------------------------------------------------------------------------------------- listeners

@@ -1,7 +1,8 @@
 """The command line. Importing this file imports neither torch nor pydantic: `--help` answers at once.
 
-A verb is an entry of `VERBS`: a name, one line of help, a function that declares its arguments, and one that runs it
-and returns the exit code. Verbs import what they need when they run.
+A verb is an entry of `VERBS`: a name, one line of help, a function that runs it and returns the exit code, and one that
+declares its arguments; or a module whose `main(argv)` reads the words after it itself. Verbs import what they need when
+they run.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import importlib
 import os
 import shlex
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,28 +37,50 @@ class Verb:
 
     name: str
     help: str
-    declare: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+    declare: Callable[[argparse.ArgumentParser], None] | None = None
     takes_overrides: bool = False
     """Whether `key.sub=value` may follow, mixed with the options."""
 
 
+@dataclass(frozen=True, slots=True)
+class ModuleVerb:
+    """One word of the command line that a module of its own answers: what follows may be a script's arguments."""
+
+    name: str
+    help: str
+    module: str
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    own = next((verb for verb in VERBS if isinstance(verb, ModuleVerb) and words[:1] == [verb.name]), None)
+    if own is not None:
+        return _reported(own.name, False, lambda: importlib.import_module(own.module).main(words[1:]))
     parser = _parser()
-    args, rest = parser.parse_known_args(argv)
+    args, rest = parser.parse_known_args(words)
     verb: Verb | None = getattr(args, "verb", None)
     if verb is None:
         parser.print_help()
         return EXIT_OK
-    try:
+
+    def run(verb: Verb = verb) -> int:
         _take_overrides(args, rest, verb, parser)
         return verb.run(args)
+
+    return _reported(verb.name, args.traceback, run)
+
+
+def _reported(name: str, show_traceback: bool, run: Callable[[], int]) -> int:
+    """The exit code of `run`; an error of ours becomes one message."""
+    try:
+        return run()
     except SafetrainError as error:
-        if args.traceback:
+        if show_traceback:
             traceback.print_exc()
         else:
-            print(f"safetrain {verb.name}: {error}", file=sys.stderr)
+            print(f"safetrain {name}: {error}", file=sys.stderr)
         return EXIT_REFUSED
     except BrokenPipeError:  # `… | head` has seen enough
         with contextlib.suppress(OSError):
@@ -67,7 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m safetrain", description="Train with PyTorch, exactly, and be told which line is wrong."
+        prog="python -m safetrain",
+        description="Train with PyTorch, exactly, and be told which line is wrong.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=18),
     )
     parser.set_defaults(traceback=False)
     verbs = parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -75,9 +100,11 @@ def _parser() -> argparse.ArgumentParser:
         sub = verbs.add_parser(
             verb.name, help=verb.help, description=verb.help, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        sub.add_argument("--traceback", action="store_true", help="show where an error was raised")
-        verb.declare(sub)
-        sub.set_defaults(verb=verb)
+        if isinstance(verb, Verb):
+            sub.add_argument("--traceback", action="store_true", help="show where an error was raised")
+            sub.set_defaults(verb=verb)
+            if verb.declare is not None:
+                verb.declare(sub)
     return parser
 
 
@@ -90,7 +117,10 @@ def _take_overrides(args: argparse.Namespace, rest: list[str], verb: Verb, parse
             key = word.lstrip("-")
             if "=" in key:
                 raise ConfigError(f"no option {word}; settings are written without dashes: {key}")
-            raise ConfigError(f"no option {word}; `python -m safetrain {verb.name} --help` lists them, settings are written key.sub=value")
+            raise ConfigError(
+                f"no option {word}; `python -m safetrain {verb.name} --help` lists them, settings are written "
+                "key.sub=value"
+            )
         args.overrides.append(word)
 
 
@@ -99,12 +129,21 @@ def _take_overrides(args: argparse.Namespace, rest: list[str], verb: Verb, parse
 
 def _declare_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="a config, e.g. examples/configs/digits.yaml")
-    parser.add_argument("overrides", metavar="key.sub=value", nargs="*", help="settings that replace those of the file, e.g. optim.lr=1e-3")
+    parser.add_argument(
+        "overrides",
+        metavar="key.sub=value",
+        nargs="*",
+        help="settings that replace those of the file, e.g. optim.lr=1e-3",
+    )
 
 
 def _declare_run(parser: argparse.ArgumentParser) -> None:
     _declare_config(parser)
-    parser.add_argument("--dry-run", action="store_true", help="one training window, one evaluation batch, one save and load; leaves nothing behind")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="one training window, one evaluation batch, one save and load; leaves nothing behind",
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -120,17 +159,26 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _dry_run(config: Config) -> int:
-    with tempfile.TemporaryDirectory(prefix="safetrain-dry-run-") as folder:
-        job, notes = _build(config, Path(folder))
-        code = _guarded(job, notes, lambda: job.trainer.dry_run(job.train, job.val))
+    job, notes = _build(config, None)
+    numbers: dict[str, float] = {}
+    code = _guarded(job, notes, lambda: numbers.update(job.trainer.dry_run(job.train, job.val)))
     if code == EXIT_OK:
-        print("dry run: one training window, one evaluation batch, one save and load went well; nothing was kept")
+        told = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+        print(
+            f"dry run: one training window, one evaluation batch, saving and loading went well ({told}); nothing "
+            "was kept"
+        )
     return code
 
 
 def _declare_resume(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder of a run; it goes on from its latest checkpoint")
-    parser.add_argument("overrides", metavar="key.sub=value", nargs="*", help="settings that change from here on, e.g. loop.max_steps=2000")
+    parser.add_argument(
+        "overrides",
+        metavar="key.sub=value",
+        nargs="*",
+        help="settings that change from here on, e.g. loop.max_steps=2000",
+    )
 
 
 def _resume(args: argparse.Namespace) -> int:
@@ -145,12 +193,14 @@ def _resume(args: argparse.Namespace) -> int:
 
 
 def _check_resumable(folder: Path) -> None:
-    from safetrain import checkpoint
+    from safetrain.checkpoint_files import latest
 
     try:
-        checkpoint.latest(folder)
+        latest(folder)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; start again with `python -m safetrain run {shlex.quote(str(folder / 'config.yaml'))} run_dir=…`") from error
+        raise CheckpointError(
+            f"{error}; start again with `python -m safetrain run {shlex.quote(str(folder / 'config.yaml'))} run_dir=…`"
+        ) from error
 
 
 def _build(config: Config, folder: Path | None) -> tuple[Job, RunNotes]:
@@ -163,7 +213,9 @@ def _build(config: Config, folder: Path | None) -> tuple[Job, RunNotes]:
 
 def _fit(job: Job, notes: RunNotes, folder: Path, resume: Path | None) -> int:
     trainer = job.trainer
-    print(f"{'resuming' if resume else 'training'} {type(trainer).__name__} on {trainer.device} in {folder}", flush=True)
+    print(
+        f"{'resuming' if resume else 'training'} {type(trainer).__name__} on {trainer.device} in {folder}", flush=True
+    )
     code = _guarded(job, notes, lambda: trainer.fit(job.train, job.val, resume=resume))
     if code in (EXIT_OK, EXIT_INTERRUPTED):
         print(notes.summary(trainer.state, trainer.report.findings))
@@ -199,7 +251,12 @@ def _validate(args: argparse.Namespace) -> int:
 
 
 def _declare_config_verb(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", nargs="?", help="a config to print as it is resolved; without one, all settings are explained")
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        nargs="?",
+        help="a config to print as it is resolved; without one, all settings are explained",
+    )
     parser.add_argument("overrides", metavar="key.sub=value", nargs="*", help="settings that replace those of the file")
     parser.format_help = _config_help(parser.format_help)  # type: ignore[method-assign]
 
@@ -217,7 +274,9 @@ def _config(args: argparse.Namespace) -> int:
     from safetrain import config_file
     from safetrain.config_help import fields_help
 
-    print(fields_help() if args.file is None else config_file.dump(config_file.load(args.file, args.overrides)).rstrip())
+    print(
+        fields_help() if args.file is None else config_file.dump(config_file.load(args.file, args.overrides)).rstrip()
+    )
     return EXIT_OK
 
 
@@ -233,7 +292,9 @@ def _schema(args: argparse.Namespace) -> int:
 
 def _declare_verify_resume(parser: argparse.ArgumentParser) -> None:
     _declare_config(parser)
-    parser.add_argument("--at", metavar="STEP", type=int, required=True, help="the step after which the run is stopped and resumed")
+    parser.add_argument(
+        "--at", metavar="STEP", type=int, required=True, help="the step after which the run is stopped and resumed"
+    )
 
 
 def _verify_resume(args: argparse.Namespace) -> int:
@@ -241,7 +302,8 @@ def _verify_resume(args: argparse.Namespace) -> int:
 
 
 def _rules(args: argparse.Namespace) -> int:
-    from safetrain.rules import RULES
+    import safetrain.rules  # noqa: F401  (fills the catalogue)
+    from safetrain.findings import RULES
 
     for rule in sorted(RULES.values(), key=lambda rule: rule.code):
         print(f"{rule.code}  {rule.name:<28} {rule.severity:<8} {rule.summary}")
@@ -253,16 +315,23 @@ def _declare_explain(parser: argparse.ArgumentParser) -> None:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    from safetrain.rules import RULES
+    import safetrain.rules  # noqa: F401  (fills the catalogue)
+    from safetrain.findings import RULES
 
     by_name = {rule.name: rule for rule in RULES.values()}
     rule = RULES.get(args.code.upper()) or by_name.get(args.code.lower())
     if rule is None:
-        near = difflib.get_close_matches(args.code.upper(), RULES, n=1) or difflib.get_close_matches(args.code.lower(), by_name, n=1)
+        near = difflib.get_close_matches(args.code.upper(), RULES, n=1) or difflib.get_close_matches(
+            args.code.lower(), by_name, n=1
+        )
         hint = f"did you mean {near[0]}?" if near else "`python -m safetrain rules` lists them"
         raise ConfigError(f"no rule {args.code}; {hint}")
     page = next((page for folder in _rule_pages() if (page := folder / f"{rule.code}.md").is_file()), None)
-    print(page.read_text(encoding="utf-8").rstrip() if page else f"{rule.code} {rule.name} ({rule.severity}): {rule.summary}")
+    print(
+        page.read_text(encoding="utf-8").rstrip()
+        if page
+        else f"{rule.code} {rule.name} ({rule.severity}): {rule.summary}"
+    )
     return EXIT_OK
 
 
@@ -272,17 +341,34 @@ def _rule_pages() -> list[Path]:
     return [package / "rule_pages", package.parent / "docs" / "rules"]
 
 
-def _nothing(parser: argparse.ArgumentParser) -> None:
-    """A verb without arguments."""
-
-
-VERBS: tuple[Verb, ...] = (
-    Verb("run", "train what a config describes", _declare_run, _run, takes_overrides=True),
-    Verb("resume", "go on with a run from its latest checkpoint", _declare_resume, _resume, takes_overrides=True),
-    Verb("validate", "build everything a config names, without training", _declare_config, _validate, takes_overrides=True),
-    Verb("config", "explain every setting, or print a config as it is resolved", _declare_config_verb, _config, takes_overrides=True),
-    Verb("schema", "print the JSON schema of configs, for editors", _nothing, _schema),
-    Verb("verify-resume", "prove that a run stopped and resumed equals one that was not", _declare_verify_resume, _verify_resume, takes_overrides=True),
-    Verb("rules", "list the rules that watch a run", _nothing, _rules),
-    Verb("explain", "explain a rule", _declare_explain, _explain),
+VERBS: tuple[Verb | ModuleVerb, ...] = (
+    Verb("run", "train what a config describes", _run, _declare_run, takes_overrides=True),
+    Verb("resume", "go on with a run from its latest checkpoint", _resume, _declare_resume, takes_overrides=True),
+    Verb(
+        "validate",
+        "build everything a config names, without training",
+        _validate,
+        _declare_config,
+        takes_overrides=True,
+    ),
+    Verb(
+        "config",
+        "explain every setting, or print a config as it is resolved",
+        _config,
+        _declare_config_verb,
+        takes_overrides=True,
+    ),
+    Verb("schema", "print the JSON schema of configs, for editors", _schema),
+    Verb(
+        "verify-resume",
+        "prove that a run stopped and resumed equals one that was not",
+        _verify_resume,
+        _declare_verify_resume,
+        takes_overrides=True,
+    ),
+    ModuleVerb(
+        "doctor", "run a training script of yours as it is and report what is wrong with it", "safetrain.doctor"
+    ),
+    Verb("rules", "list the rules that watch a run", _rules),
+    Verb("explain", "explain a rule", _explain, _declare_explain),
 )

@@ -3,10 +3,10 @@
 Nothing here imports torch: reading a config and showing its help must answer at once. What needs torch to be judged
 (does this optimizer exist, does it take this argument) is judged where it is built, in `safetrain.build`.
 
-pydantic-settings was tried for files and overrides and not taken. Its command line knows only fields that are declared,
-so `optim.betas=…`, `params.hidden=64`, `guards.G101=error` and `optims.critic.lr=…` are refused as unrecognised; it reads
-YAML 1.1, where `1e-4` is a string; and it answers a misspelt key with argparse's usage text instead of the right name.
-What it would save is the forty lines of `safetrain.config_file`.
+pydantic-settings was tried for files and overrides and not taken. Its command line knows only fields that are
+declared, so `optim.betas=…`, `params.hidden=64`, `guards.G101=error` and `optims.critic.lr=…` are refused as
+unrecognised; it reads YAML 1.1, where `1e-4` is a string; and it answers a misspelt key with argparse's usage text
+instead of the right name. What it would save is some forty lines of `safetrain.config_file`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-Patterns: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v), Field(strict=False)]
+Patterns: TypeAlias = Annotated[
+    tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v), Field(strict=False)
+]
 
 
 def _on_or_off(value: Any) -> Any:
@@ -57,7 +59,8 @@ class LoopConfig(Section):
     nonfinite: Literal["skip", "raise"] = "skip"
     """What a step with Inf or NaN gradients does. Weights are not stepped with them either way."""
     check_finite: bool = True
-    """The gate that keeps Inf and NaN gradients out of the weights. Costs one scalar read a step unless the optimizer is fused."""
+    """The gate that keeps Inf and NaN gradients out of the weights.
+    Costs one scalar read a step unless the optimizer is fused."""
     schedule_every: Literal["step", "epoch"] = "step"
     """When the learning-rate schedule moves: with each optimizer step that was taken, or with each epoch.
     ReduceLROnPlateau moves after each evaluation."""
@@ -77,17 +80,28 @@ class LoopConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> LoopConfig:
         if self.max_steps is None and self.max_epochs is None and self.max_time is None:
-            raise ValueError("max_steps, max_epochs and max_time are all missing, so training would never end; set one, e.g. max_epochs: 10")
+            raise ValueError(
+                "max_steps, max_epochs and max_time are all missing, so training would never end; set one, e.g. "
+                "max_epochs: 10"
+            )
         if self.overfit_batches and self.limit_batches:
             raise ValueError("overfit_batches and limit_batches both say which batches to use; remove one")
         if self.clip_norm is None and self.clip_norm_type != 2.0:
-            raise ValueError("clip_norm_type is set but clip_norm is not, so nothing would be clipped; set clip_norm too, e.g. clip_norm: 1.0")
+            raise ValueError(
+                "clip_norm_type is set but clip_norm is not, so nothing would be clipped; set clip_norm too, e.g. "
+                "clip_norm: 1.0"
+            )
         if self.clip_norm is None and self.clip_per_group:
-            raise ValueError("clip_per_group is set but clip_norm is not, so nothing would be clipped; set clip_norm too, e.g. clip_norm: 1.0")
+            raise ValueError(
+                "clip_per_group is set but clip_norm is not, so nothing would be clipped; set clip_norm too, e.g. "
+                "clip_norm: 1.0"
+            )
         if self.clip_norm is not None and self.clip_value is not None:
             raise ValueError("clip_norm and clip_value are both set; clip by one of them")
         if self.nonfinite == "raise" and not self.check_finite:
-            raise ValueError("nonfinite: raise needs check_finite: true, which is what notices Inf and NaN; remove one of the two")
+            raise ValueError(
+                "nonfinite: raise needs check_finite: true, which is what notices Inf and NaN; remove one of the two"
+            )
         return self
 
 
@@ -106,7 +120,8 @@ class OptimConfig(Section):
     params: Patterns = ()
     """Which parameters, as shell patterns over their names, e.g. `generator.*`. Empty: all that require a gradient."""
     groups: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Arguments for some of the parameters by name pattern, e.g. `{"*.bias": {weight_decay: 0.0}}`. The first match counts."""
+    """Arguments for some of the parameters by name pattern, e.g. `{"*.bias": {weight_decay: 0.0}}`.
+    The first match counts."""
 
 
 class ScheduleConfig(Section):
@@ -298,9 +313,10 @@ class Config(Section):
     params: dict[str, Any] = Field(default_factory=dict)
     """Parameters of this training, declared by the trainer's `Params`."""
     run_dir: Annotated[Path | None, Field(strict=False)] = None
-    """Where everything of this run is written; null: runs/<config name>-<date>-<time>. A folder that holds a run is refused."""
+    """Where everything of this run is written; null: runs/<config name>-<date>-<time>.
+    A folder that holds a run is refused."""
     seed: int | None = Field(0, ge=0)
-    """Seeds Python, NumPy and torch before data and model are built and when training starts; null leaves them alone."""
+    """Seeds Python, NumPy and torch before data and model are built, and when training starts; null: as they are."""
     deterministic: bool = False
     """Have torch refuse operations that do not repeat bit for bit."""
     device: str = "auto"
@@ -332,9 +348,13 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
-        named = {"optim": self.optim} if self.optim else {f"optims.{name}": optim for name, optim in self.optims.items()}
+        named = (
+            {"optim": self.optim} if self.optim else {f"optims.{name}": optim for name, optim in self.optims.items()}
+        )
         if self.optim and self.optims:
-            raise ValueError("optim and optims are both set; move the one under `optim` into `optims`, or remove one of them")
+            raise ValueError(
+                "optim and optims are both set; move the one under `optim` into `optims`, or remove one of them"
+            )
         if self.schedule and self.schedules:
             raise ValueError("schedule and schedules are both set; remove one of them")
         for name in self.schedules:
@@ -344,11 +364,15 @@ class Config(Section):
         for path, optim in named.items():
             if self.precision == "fp16" and optim.name == "LBFGS":
                 raise ValueError(
-                    f"precision: fp16 and {path}.name: LBFGS exclude each other: LBFGS calls backward several times a step, "
+                    f"precision: fp16 and {path}.name: LBFGS exclude each other: LBFGS calls backward several "
+                    "times a step, "
                     "which loss scaling cannot follow; use precision: bf16 or another optimizer"
                 )
             if path != "optim" and not optim.params:
-                raise ValueError(f"{path}.params is missing: with several optimizers each names its parameters, e.g. params: 'generator.*'")
+                raise ValueError(
+                    f"{path}.params is missing: with several optimizers each names its parameters, e.g. params: "
+                    "'generator.*'"
+                )
         if self.loop.overfit_batches and self.data.shuffle:
             raise ValueError(
                 "loop.overfit_batches and data.shuffle: true exclude each other: the same batches are to come again, "

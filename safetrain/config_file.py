@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -15,9 +15,11 @@ from pydantic_core import ErrorDetails
 from safetrain.config import Config
 from safetrain.errors import ConfigError
 
+Model = TypeVar("Model", bound=BaseModel)
+
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people write it: `1e-4` is a number, and a key given twice is an error instead of the last one winning."""
+    """YAML as people write it: `1e-4` is a number, and a key given twice is an error: else the last would win."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -26,21 +28,25 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, Hashable):
                 continue  # refused below, with its place
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice; remove one", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key!r} is given twice; remove one", key_node.start_mark
+                )
             seen.add(key)
         return super().construct_mapping(node, deep)
 
 
 # YAML 1.1, which PyYAML follows, wants a dot and a signed exponent: without this, `lr: 1e-4` is the string "1e-4".
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$|^[-+]?\.\d+([eE][-+]?\d+)?$"), list("-+0123456789.")
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$|^[-+]?\.\d+([eE][-+]?\d+)?$"),
+    list("-+0123456789."),
 )
 
 
 def parse_yaml(text: str, source: str) -> Any:
     """The value of a YAML text. Raises `ConfigError` that names `source` and the line."""
     try:
-        return yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
+        return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{source}, line {mark.line + 1}, column {mark.column + 1}" if mark else source
@@ -68,7 +74,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     if data is None:
         data = {}
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: should be a mapping of settings such as `trainer: file.py:Class`, got a {type(data).__name__}")
+        raise ConfigError(
+            f"{path}: should be a mapping of settings such as `trainer: file.py:Class`, got a {type(data).__name__}"
+        )
     for override in overrides:
         apply_override(data, override)
     config = validate(Config, data, str(path))
@@ -90,18 +98,22 @@ def apply_override(data: dict[str, Any], override: str) -> None:
         if below is None or isinstance(below, bool) or below == "default":
             below = node[part] = {}  # a switch: setting one of its keys turns it on
         elif not isinstance(below, dict):
-            raise ConfigError(f"override {key}: {'.'.join(parts[:depth])} is {below!r}, which has no keys; set it as a whole")
+            raise ConfigError(
+                f"override {key}: {'.'.join(parts[:depth])} is {below!r}, which has no keys; set it as a whole"
+            )
         node = below
     node[parts[-1]] = value
 
 
-def validate(model: type[Any], data: Any, source: str, prefix: str = "") -> Any:
+def validate(model: type[Model], data: Any, source: str, prefix: str = "") -> Model:
     """An instance of `model` from plain data; all faults at once in one `ConfigError`, each with its full path."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
         faults = [_describe(model, fault, prefix) for fault in error.errors()]
-        raise ConfigError("\n  ".join([f"{source}:", *faults]) if len(faults) > 1 else f"{source}: {faults[0]}") from error
+        raise ConfigError(
+            "\n  ".join([f"{source}:", *faults]) if len(faults) > 1 else f"{source}: {faults[0]}"
+        ) from error
 
 
 def dump(config: Config) -> str:
@@ -146,7 +158,13 @@ def _describe(model: type[BaseModel], fault: ErrorDetails, prefix: str) -> str:
         return f"{path}: {fault['ctx']['error']}" if path else str(fault["ctx"]["error"])
     if kind in ("model_type", "model_attributes_type"):
         return f"{path}: should hold settings of its own (key: value), got {given!r}"
-    wanted = fault["msg"].removeprefix("Input ").replace("should be a valid", "should be a", 1).replace("a integer", "an integer")
+    wanted = (
+        fault["msg"]
+        .partition(", unable to parse")[0]
+        .removeprefix("Input ")
+        .replace("should be a valid", "should be a", 1)
+        .replace("a integer", "an integer")
+    )
     return f"{path}: {wanted}, got {given!r} ({type(given).__name__}){_doc_of(model, fault['loc'])}"
 
 
@@ -154,7 +172,7 @@ def _nearest(model: type[BaseModel], loc: tuple[int | str, ...], prefix: str) ->
     """`; did you mean …?` from the same section, else from the whole tree, else the section's keys."""
     section = _section_at(model, loc[:-1])
     wrong = str(loc[-1])
-    here = [name for name in section.model_fields] if section else []
+    here = list(section.model_fields) if section else []
     parent = prefix + "".join(f"{part}." for part in loc[:-1])
     near = difflib.get_close_matches(wrong, here, n=1)
     if near:
@@ -194,7 +212,11 @@ def _absolute_trainer(trainer: str, config: Path) -> str:
             return f"{(folder / file).resolve()}:{name}"
     looked = Path(file) if Path(file).is_absolute() else Path.cwd() / file
     near = difflib.get_close_matches(looked.name, [n for n in _names_in(looked.parent) if n.endswith(".py")], n=1)
-    hint = f"; did you mean {Path(file).with_name(near[0])}?" if near else f" (looked from {folders[0]} and from {folders[1]} upward)"
+    hint = (
+        f"; did you mean {Path(file).with_name(near[0])}?"
+        if near
+        else f" (looked from {folders[0]} and from {folders[1]} upward)"
+    )
     raise ConfigError(f"{config}: trainer: no file {file}{hint}")
 
 

@@ -22,7 +22,14 @@ ENVIRONMENT = "environment.json"
 _MARKS = (CONFIG, ENVIRONMENT, "metrics.jsonl", "findings.jsonl", "checkpoints")
 """Any of these says that a folder holds a run."""
 _PACKAGES = ("safetrain", "torch", "numpy", "pydantic", "torchdata", "tensorboard", "tqdm", "scikit-learn")
-_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+)
 
 
 def choose(config: Config, name: str) -> Path:
@@ -39,7 +46,8 @@ def choose(config: Config, name: str) -> Path:
     if held:
         raise ConfigError(
             f"run_dir: {path} already holds a run ({', '.join(held)}), which is left as it is; "
-            f"continue it with `python -m safetrain resume {shlex.quote(str(path))}` or choose another folder: run_dir=…"
+            f"continue it with `python -m safetrain resume {shlex.quote(str(path))}` or choose another folder: "
+            "run_dir=…"
         )
     existing = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not existing.is_dir():
@@ -61,7 +69,9 @@ def record(path: Path, config: Config) -> None:
     try:
         _record(path, dump(config))
     except OSError as error:
-        raise ConfigError(f"run_dir: cannot write to {path}: {error.strerror}; choose another folder: run_dir=…") from error
+        raise ConfigError(
+            f"run_dir: cannot write to {path}: {error.strerror}; choose another folder: run_dir=…"
+        ) from error
 
 
 def _record(path: Path, text: str) -> None:
@@ -79,15 +89,19 @@ def _record(path: Path, text: str) -> None:
 def config_of(path: Path) -> Path:
     """The config of the run in `path`. Raises `CheckpointError` when there is no such run."""
     if not path.is_dir():
-        raise CheckpointError(f"no run folder {path}; give the folder that `run` printed, e.g. runs/digits-20260101-120000")
+        raise CheckpointError(
+            f"no run folder {path}; give the folder that `run` printed, e.g. runs/digits-20260101-120000"
+        )
     file = path / CONFIG
     if not file.is_file():
-        raise CheckpointError(f"{path} holds no {CONFIG}, so it was not made by `python -m safetrain run`; give the folder of a run")
+        raise CheckpointError(
+            f"{path} holds no {CONFIG}, so it was not made by `python -m safetrain run`; give the folder of a run"
+        )
     return file
 
 
 def environment() -> dict[str, Any]:
-    """What a person needs to repeat a run: versions, machine, git commit of the current folder, command. Imports torch."""
+    """What a person needs to repeat a run: versions, machine, commit of the current folder, command. Imports torch."""
     import torch
 
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -19,7 +20,12 @@ class WarmupCosine(LRScheduler):
     """
 
     def __init__(
-        self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, final_factor: float = 0.0, last_epoch: int = -1
+        self,
+        optimizer: Optimizer,
+        total_steps: int,
+        warmup_steps: int = 0,
+        final_factor: float = 0.0,
+        last_epoch: int = -1,
     ) -> None:
         if not 0 <= warmup_steps < total_steps:
             raise ValueError(f"warmup_steps ({warmup_steps}) must be at least 0 and below total_steps ({total_steps})")
@@ -28,7 +34,7 @@ class WarmupCosine(LRScheduler):
         self.total_steps, self.warmup_steps, self.final_factor = total_steps, warmup_steps, final_factor
         super().__init__(optimizer, last_epoch)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[float | Tensor]:
         """Rate of each group for the coming step."""
         return [base * self.factor(self.last_epoch) for base in self.base_lrs]
 

@@ -53,7 +53,12 @@ class RunNotes(Callback):
         run_dir = state.run_dir
         steps_per_s = f", {state.step / self.elapsed_s:,.0f} steps/s" if self.elapsed_s else ""
         skipped = f", {state.skipped_steps} skipped" if state.skipped_steps else ""
-        lines = [("trained", f"{state.step:,} steps{skipped}, {state.epoch} epochs in {_duration(self.elapsed_s)}{steps_per_s}")]
+        lines = [
+            (
+                "trained",
+                f"{state.step:,} steps{skipped}, {state.epoch} epochs in {_duration(self.elapsed_s)}{steps_per_s}",
+            )
+        ]
         if state.stop_reason:
             lines.append(("stopped", state.stop_reason))
         if state.eval_metrics:
@@ -62,7 +67,9 @@ class RunNotes(Callback):
             lines.append(("train loss", f"{self.values['train/loss']:.4g} (nothing was evaluated)"))
         memory = [(p, self.values[key]) for p in _PHASES if (key := f"memory/{p}_mb") in self.values]
         if memory:
-            lines.append(("memory, MB", "  ".join(f"{phase.replace('_', ' ')} {value:,.1f}" for phase, value in memory)))
+            lines.append(
+                ("memory, MB", "  ".join(f"{phase.replace('_', ' ')} {value:,.1f}" for phase, value in memory))
+            )
         lines += [("findings" if n == 0 else "", text) for n, text in enumerate(_findings(findings))]
         if run_dir is not None:
             lines.append(("run folder", str(run_dir)))
@@ -103,7 +110,9 @@ def _findings(findings: Iterable[Finding]) -> list[str]:
     told = []
     for finding in findings:
         times = f", {finding.count} times" if finding.count > 1 else ""
-        told.append(f"{finding.code} {finding.name} ({finding.severity}, step {finding.first_step}{times}): {finding.message}")
+        told.append(
+            f"{finding.code} {finding.name} ({finding.severity}, step {finding.first_step}{times}): {finding.message}"
+        )
     return told or ["none"]
 
 

@@ -29,7 +29,9 @@ def load_object(spec: str, setting: str) -> Any:
     try:
         return getattr(module, name)
     except AttributeError:
-        classes = [n for n, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__]
+        classes = [
+            n for n, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__
+        ]
         near = difflib.get_close_matches(name, classes, n=1)
         hint = f"did you mean {near[0]}?" if near else f"its classes are {', '.join(classes) or 'none'}"
         raise ConfigError(f"{setting}: {place} has no class {name}; {hint}") from None
@@ -76,6 +78,8 @@ def _told(error: Exception, file: Path | None) -> str:
     """The error in one line, with the line of `file` where it came up."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__} in line {error.lineno}: {error.msg}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if file and frame.filename == str(file)]
+    lines = [
+        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if file and frame.filename == str(file)
+    ]
     where = f" (line {lines[-1]})" if lines else ""
     return f"{type(error).__name__}: {error}{where}"

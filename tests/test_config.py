@@ -74,7 +74,14 @@ def load(*overrides: str) -> Config:
 
 
 def test_overrides_replace_and_add_settings_wherever_they_are_nested(folder: Path) -> None:
-    config = load("optim.lr=1e-3", "optim.momentum=0.9", "params.hidden=16", "callbacks.ema.decay=0.9", "guards.G101=error", "compile=true")
+    config = load(
+        "optim.lr=1e-3",
+        "optim.momentum=0.9",
+        "params.hidden=16",
+        "callbacks.ema.decay=0.9",
+        "guards.G101=error",
+        "compile=true",
+    )
     assert config.optim == OptimConfig(name="SGD", lr=1e-3, momentum=0.9)  # type: ignore[call-arg]
     assert config.params == {"hidden": 16}
     assert config.callbacks.ema is not None and config.callbacks.ema.decay == 0.9
@@ -84,7 +91,10 @@ def test_overrides_replace_and_add_settings_wherever_they_are_nested(folder: Pat
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1e-4", 1e-4), ("1E3", 1e3), (".5", 0.5), ("1.e-2", 1e-2), ("-2.5e+1", -25.0), ("3", 3), ("e5", "e5"), ("1e", "1e"), ("0x10", 16), ("null", None), ("[0.9, 1e-1]", [0.9, 0.1])],
+    [
+        ("1e-4", 1e-4), ("1E3", 1e3), (".5", 0.5), ("1.e-2", 1e-2), ("-2.5e+1", -25.0), ("3", 3), ("e5", "e5"),
+        ("1e", "1e"), ("0x10", 16), ("null", None), ("[0.9, 1e-1]", [0.9, 0.1]),
+    ],
 )  # fmt: skip
 def test_numbers_are_read_as_people_write_them(folder: Path, text: str, value: Any) -> None:
     # PyYAML alone reads 1e-4 as the string "1e-4", which an optimizer would meet many steps later.
@@ -99,7 +109,13 @@ def test_a_switch_is_true_false_or_its_settings(folder: Path) -> None:
 
 
 def test_what_is_written_reads_back_as_the_same_config(folder: Path) -> None:
-    config = load("optim.betas=[0.9,0.95]", "run_dir=here", "activation_checkpoint.modules='blocks.*'", "loop.clip_norm=1", "loop.clip_norm_type=.inf")
+    config = load(
+        "optim.betas=[0.9,0.95]",
+        "run_dir=here",
+        "activation_checkpoint.modules='blocks.*'",
+        "loop.clip_norm=1",
+        "loop.clip_norm_type=.inf",
+    )
     (folder / "again.yaml").write_text(config_file.dump(config))
     assert config_file.load("again.yaml") == config
 
@@ -139,7 +155,9 @@ def test_a_config_builds_what_it_names(folder: Path) -> None:
     optimizer = job.trainer.state.optimizers["main"]
     assert isinstance(optimizer, torch.optim.AdamW)
     assert optimizer.defaults["lr"] == 0.1 and optimizer.defaults["betas"] == (0.8, 0.9)
-    assert optimizer.defaults["fused"] is True, "null takes the fused kernel, which needs no read for the finiteness gate"
+    assert optimizer.defaults["fused"] is True, (
+        "null takes the fused kernel, which needs no read for the finiteness gate"
+    )
     assert [len(x) for x, _ in job.train] == [7, 7, 6]
 
 
@@ -163,7 +181,10 @@ def test_several_optimizers_take_their_parameters_by_pattern() -> None:
     config = Config(
         trainer="toy.py:Toy",
         loop=LoopConfig(max_steps=1),
-        optims={"generator": OptimConfig(params=("generator.*",)), "critic": OptimConfig(name="SGD", lr=1.0, params=("critic.*",))},
+        optims={
+            "generator": OptimConfig(params=("generator.*",)),
+            "critic": OptimConfig(name="SGD", lr=1.0, params=("critic.*",)),
+        },
     )
     made = build.build_optimizers(Trainer, model, None, config)
     assert isinstance(made, dict)
@@ -186,7 +207,9 @@ def test_frozen_parameters_stay_out_of_the_optimizer() -> None:
 
 
 def test_warmup_cosine_rises_then_falls_and_knows_its_end_from_the_loop(folder: Path) -> None:
-    job = build.build(load("schedule.name=WarmupCosine", "schedule.warmup_steps=2", "loop.max_steps=6", "schedule.final_factor=0.1"))
+    job = build.build(
+        load("schedule.name=WarmupCosine", "schedule.warmup_steps=2", "loop.max_steps=6", "schedule.final_factor=0.1")
+    )
     schedule = job.trainer.state.schedulers["main"]
     assert isinstance(schedule, WarmupCosine)
     factors = [schedule.factor(step) for step in range(8)]
@@ -211,7 +234,10 @@ def test_torch_schedules_are_built_by_name(folder: Path, name: str) -> None:
 
 
 def test_a_ready_loader_of_the_trainer_is_used_as_it_is(folder: Path) -> None:
-    text = TRAINER.replace("return TensorDataset(x, x.sum(1, keepdim=True)), TensorDataset(x, x.sum(1, keepdim=True))", "return [(x, x.sum(1, keepdim=True))], None")
+    text = TRAINER.replace(
+        "return TensorDataset(x, x.sum(1, keepdim=True)), TensorDataset(x, x.sum(1, keepdim=True))",
+        "return [(x, x.sum(1, keepdim=True))], None",
+    )
     (folder / "ready.py").write_text(text)
     job = build.build(load("trainer=ready.py:Toy"))
     assert isinstance(job.train, list) and job.val is None
@@ -226,7 +252,9 @@ def frozen_fields(model: type[BaseModel]) -> dict[str, Any]:
     for path, section, name in config_file.dotted_paths(model):
         field = section.model_fields[name]
         default = "required" if field.is_required() else field.get_default(call_default_factory=True)
-        found[path] = "on" if isinstance(default, BaseModel) else list(default) if isinstance(default, tuple) else default
+        found[path] = (
+            "on" if isinstance(default, BaseModel) else list(default) if isinstance(default, tuple) else default
+        )
     return found
 
 
@@ -237,10 +265,26 @@ def test_config_fields_and_defaults_are_frozen() -> None:
 
 
 def test_loop_settings_are_those_of_the_trainer() -> None:
-    trainer = {name: p.default for name, p in inspect.signature(Trainer.__init__).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    trainer = {
+        name: p.default
+        for name, p in inspect.signature(Trainer.__init__).parameters.items()
+        if p.kind is p.KEYWORD_ONLY
+    }
     loop = {name: field.default for name, field in LoopConfig.model_fields.items()}
     assert loop == {name: trainer[name] for name in loop}
-    elsewhere = {"device", "precision", "scaler", "seed", "deterministic", "compile", "activation_checkpoint", "callbacks", "guards", "strict", "run_dir"}
+    elsewhere = {
+        "device",
+        "precision",
+        "scaler",
+        "seed",
+        "deterministic",
+        "compile",
+        "activation_checkpoint",
+        "callbacks",
+        "guards",
+        "strict",
+        "run_dir",
+    }
     assert set(trainer) - set(loop) == elsewhere, "a new setting of the Trainer needs a place in the config"
 
 
@@ -260,10 +304,14 @@ def test_loop_settings_are_those_of_the_trainer() -> None:
         ("throughput", callbacks.Throughput, {"tokens"}),
     ],
 )
-def test_sections_have_the_names_and_defaults_of_what_they_build(section: Any, target: type, only_in_code: set[str]) -> None:
+def test_sections_have_the_names_and_defaults_of_what_they_build(
+    section: Any, target: type, only_in_code: set[str]
+) -> None:
     if isinstance(section, str):
         section = config_file.section_of(CallbacksConfig.model_fields[section].annotation)
-    declared = {name: inspect.Parameter.empty if f.is_required() else f.default for name, f in section.model_fields.items()}
+    declared = {
+        name: inspect.Parameter.empty if f.is_required() else f.default for name, f in section.model_fields.items()
+    }
     taken = {name: p.default for name, p in inspect.signature(target).parameters.items() if name not in only_in_code}
     assert declared == taken
 
@@ -278,7 +326,9 @@ def test_every_field_has_a_docstring_and_help_and_schema_show_it() -> None:
 
 
 def test_reading_a_config_does_not_import_torch() -> None:
-    code = "import sys, safetrain.config, safetrain.config_file, safetrain.config_help; assert 'torch' not in sys.modules"
+    code = (
+        "import sys, safetrain.config, safetrain.config_file, safetrain.config_help; assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

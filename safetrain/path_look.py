@@ -89,7 +89,6 @@ class _State:
     terms: list[Term] = field(default_factory=list)
     flat_lines: dict[str, SourceLine | None] = field(default_factory=dict)
     losses: int = 0
-    leaf_loss: Cut | None = None
 
 
 class PathLook(TorchFunctionMode):
@@ -137,8 +136,6 @@ class PathLook(TorchFunctionMode):
             s.terms.extend(trace.terms)
         for cut in trace.cuts:
             cut.loss_uses_it = True
-            if loss.grad_fn is None:
-                s.leaf_loss = cut
 
     # ------------------------------------------------------------------ the verdict
 
@@ -166,11 +163,6 @@ class PathLook(TorchFunctionMode):
     def terms(self) -> list[Term]:
         """Constant terms of the losses that were differentiated."""
         return [term for term in self._s.terms if not term.cut.revoked]
-
-    @property
-    def leaf_loss(self) -> Cut | None:
-        """The cut that made a loss without any graph behind it (`torch.tensor(loss, requires_grad=True)`)."""
-        return self._s.leaf_loss
 
     @property
     def flat_lines(self) -> dict[str, SourceLine | None]:

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from safetrain import rng
-from safetrain.checkpoint_files import latest, prune, read, read_weights, write
+from safetrain.checkpoint_files import checkpoints, latest, prune, read, read_weights, write
 from safetrain.errors import CheckpointError
 
-__all__ = ["capture", "latest", "load_weights", "prune", "read", "read_weights", "restore", "write"]
+__all__ = ["capture", "checkpoints", "latest", "load_weights", "prune", "read", "read_weights", "restore", "write"]
 
-_COUNTERS = ("step", "micro_step", "epoch", "batch_in_epoch", "skipped_steps", "eval_metrics")
+_COUNTERS = ("step", "micro_step", "epoch", "batch_in_epoch", "evaluated_step", "skipped_steps", "eval_metrics")
 _WRAPPER = "_orig_mod."  # torch.compile(module) puts it into every name; a checkpoint does not depend on it
 
 
@@ -62,12 +62,12 @@ def capture(trainer: Any) -> dict[str, Any]:
     }
 
 
-def restore(trainer: Any, payload: Mapping[str, Any]) -> None:
+def restore(trainer: Any, payload: Mapping[str, Any]) -> dict[str, Any] | None:
     """Put a payload back, so that the run goes on as if it had never stopped. Settings kept in state win over new ones:
     learning rates, frozen parameters, module modes.
 
     The trainer takes over the payload's tensors: do not use it afterwards. With `trainer.train_loader` set, its next
-    epoch starts at the saved position.
+    epoch starts at the saved position. Returns that position, for a loader that is made later.
 
     Raises:
         CheckpointError: the payload is of another model, optimizer, schedule or precision, or of other data;
@@ -96,6 +96,7 @@ def restore(trainer: Any, payload: Mapping[str, Any]) -> None:
     for name in _COUNTERS:
         setattr(state, name, payload["counters"][name])
     rng.restore(payload["rng"])
+    return position if isinstance(position, dict) else None
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
@@ -295,16 +296,17 @@ def _load_what_may_refuse(trainer: Any, payload: Mapping[str, Any]) -> None:
         targets.append(("trainer", trainer, payload["trainer"]))
     undo: list[tuple[Any, Any]] = []
     for entry, target, held in targets:
-        undo.append((target, copy.deepcopy(target.state_dict())))
+        before = copy.deepcopy(target.state_dict())
         try:
             target.load_state_dict(held)
         except Exception as error:
-            for done, before in undo:
-                if before:
-                    done.load_state_dict(before)
+            for done, earlier in undo:
+                if earlier:
+                    done.load_state_dict(earlier)
             raise CheckpointError(
                 f"`{entry}` of the checkpoint does not fit this run: {type(error).__name__}: {error}"
             ) from error
+        undo.append((target, before))
 
 
 def _load_model(model: nn.Module, payload: Mapping[str, Any]) -> None:

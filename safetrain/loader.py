@@ -59,11 +59,24 @@ class EpochLoader:
         self._start: dict[str, Any] | None = None  # generators as they were when the iterator was made
         self._position: dict[str, Any] | None = None  # loaded, to be taken up by the next `start_epoch`
 
+    @classmethod
+    def of(cls, source: Any, name: str = "train") -> EpochLoader:
+        """`source` itself when it is an EpochLoader already, else one around it."""
+        return source if isinstance(source, cls) else cls(source, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        """One pass over the source that is not counted."""
+        return self._make_iterator()
+
+    def __len__(self) -> int:
+        """Batches an epoch. Raises TypeError where the source does not know."""
+        return len(self.source)
+
     @property
     def num_batches(self) -> int | None:
         """Batches an epoch, where the source knows."""
         try:
-            return len(self.source)
+            return len(self)
         except TypeError:
             return None
 
@@ -112,8 +125,9 @@ class EpochLoader:
             ) from error
 
     def close(self) -> None:
-        """Let go of the running iterator, so that its worker processes end. The next `start_epoch` starts anew."""
-        if not self._once:
+        """Let go of the running iterator, so that its worker processes end. The position is kept for `state_dict`."""
+        if not self._once and self._iterator is not None:
+            self._position = self.state_dict()
             self._iterator = None
 
     # ------------------------------------------------------------------ position

@@ -90,7 +90,7 @@ def reaches_steps(before: int, limit: int = 4_000) -> Wanted:
     """`Wanted` for marked graphs: the steps before `before` that a tensor's graph reaches back into."""
 
     def wanted(tensor: Tensor) -> frozenset[int]:
-        return frozenset(mark.step for mark in marks_reached(tensor, limit) if mark.step < before)
+        return frozenset(mark.step for mark in marks_reached(tensor, limit) if mark.step < before and mark.kind == "train")
 
     return wanted
 

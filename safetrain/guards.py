@@ -1,0 +1,404 @@
+"""The guards: which listen to a run, to what, and in what order.
+
+A guard is a thin callback. It notes next to nothing in each step, calls a judge of `safetrain.rules` when something is
+off, and hands the findings to the `Report`. Guards hold no tensor and nothing that prolongs one's life.
+
+| guard | listens to | rules |
+|---|---|---|
+| RetentionGuard | backward start, step end, evaluation | G101 G103 G105 G106 G107 G110 |
+| WasteGuard | backward start, step end | G102 G104 G105 G108 |
+| FunctionGuard | backward start | G106 G111 G112 |
+
+Other families add theirs to `default_guards`.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from safetrain.callbacks.base import Callback
+from safetrain.findings import Finding, Report, SourceLine
+from safetrain.graph import (
+    Census,
+    Mark,
+    Marks,
+    SavedFreed,
+    StoreTrace,
+    bound_of,
+    files_of,
+    find_holders,
+    grad_fn_of,
+    marks_reached,
+    owned_tensors,
+    put_mark,
+    reaches_steps,
+    saved_tensors,
+    storage_key,
+    walk,
+)
+from safetrain.graph.holders import Wanted
+from safetrain.rules import functions, graph
+from safetrain.source import user_frame, with_text
+from safetrain.state import RunState
+from safetrain.syntax import statement_at
+
+
+def default_guards(report: Report) -> list[Callback]:
+    """The guards of a run, in the order in which they hear of each event. They report to `report`."""
+    return [
+        RetentionGuard(report),
+        WasteGuard(report),
+        FunctionGuard(report),
+    ]
+
+
+class Guard(Callback):
+    """Base: where findings go."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    def tell(self, findings: list[Finding], state: RunState) -> None:
+        """Report what a judge found now."""
+        self.report.extend(findings, step=state.current_step, phase="eval" if state.phase == "eval" else "train")
+
+
+class RetentionGuard(Guard):
+    """Graphs that outlive their step.
+
+    Each step: one mark on the loss, and on every tensor made in the step that still carries a graph at its end (a census
+    of the collector's young objects). A mark lives as long as its graph, so the number of earlier steps whose mark is
+    alive is the number of graphs that somebody keeps. When it rises twice, the holder is looked for and the next step is
+    traced; when it rises a third time, that is reported.
+    """
+
+    def __init__(self, report: Report, given: Mapping[str, Any] | None = None) -> None:
+        super().__init__(report)
+        self._given = dict(given or {})
+        self._census = Census()
+        self._marks = Marks()
+        self._mark: Mark = self._marks.new(1)
+        self._growth = graph.Growth()
+        self._searches = _SearchBudget()
+        self._traces: list[tuple[str, StoreTrace]] = []
+        self._lines: dict[str, tuple[SourceLine | None, SourceLine | None]] = {}
+        self._patience = 0
+        self._walks = 0
+        self._exceptions: set[int] = set()
+        self._evaluation = _Evaluation()
+
+    # ------------------------------------------------------------------ events
+
+    def on_backward_start(self, state: RunState) -> None:
+        loss = state.micro_loss
+        if loss is None:
+            return
+        put_mark(loss, self._mark)
+        if sys.exc_info()[1] is not None:
+            self._look_at_exception(state)
+        if self._marks.alive_before(self._mark.step):
+            self._look_for_carried_state(loss, state)
+        if self._evaluation.marks:
+            self._evaluation.differentiated(loss)
+
+    def on_step_end(self, state: RunState) -> None:
+        mark = self._mark
+        self._census.visit(lambda tensor: put_mark(tensor, mark))
+        self._mark = self._marks.new(state.step + 1)
+        del mark
+        earlier = self._marks.alive_before(state.step)
+        if earlier or self._growth.count or self._traces:
+            self._judge(earlier, state)
+        if self._evaluation.marks:
+            self._judge_evaluation(state)
+
+    def on_eval_start(self, state: RunState) -> None:
+        mark = self._mark
+        self._census.visit(lambda tensor: put_mark(tensor, mark))
+
+    def on_eval_end(self, state: RunState) -> None:
+        mark = self._evaluation.mark(state.step)
+        self._census.visit(lambda tensor: put_mark(tensor, mark))
+
+    def on_exception(self, state: RunState) -> None:
+        self._end_traces()
+
+    def on_fit_end(self, state: RunState) -> None:
+        self._end_traces()
+        if self._evaluation.marks:
+            self._judge_evaluation(state, at_end=True)
+
+    # ------------------------------------------------------------------ judging
+
+    def _judge(self, earlier: list[int], state: RunState) -> None:
+        self._end_traces()
+        self._growth.update(len(set(earlier)))
+        if len(earlier) < self._patience:
+            return
+        if self._growth.certain:
+            self._report_holders(earlier, state)
+        elif self._growth.suspicious:
+            self._search_and_trace(state)
+        elif earlier and earlier[0] == state.step - 3 and self._searches.allow_single():
+            self._report_exception_holder(state)
+
+    def _search_and_trace(self, state: RunState) -> None:
+        """The first look: who holds, and a trace of the coming step for the line that stores there."""
+        for holder in find_holders(reaches_steps(state.step), self._names(state))[:3]:
+            key = holder.root.label + holder.name
+            if key in self._lines or len(holder.steps) < 2:
+                continue
+            trace = graph.start_trace(holder)
+            if trace is not None:
+                self._traces.append((key, trace))
+            break
+
+    def _report_holders(self, earlier: list[int], state: RunState) -> None:
+        self._patience = 2 * len(earlier)
+        wanted = reaches_steps(state.step)
+        holders = find_holders(wanted, self._names(state))
+        if not holders:
+            self._report_cycle(wanted, state)
+            return
+        files = files_of(state.model)
+        windows = [b for h in holders if (b := bound_of(h, files, graph.visible_values())) is not None]
+        if windows:
+            self._patience = min(max(windows), graph.MAX_WINDOW) + 3
+        at_least = max(2, len(set(earlier)) // 2)
+        findings = graph.findings_of(holders[:4], state.model, lines=self._lines, at_least=at_least)
+        self.tell(findings, state)
+
+    def _report_exception_holder(self, state: RunState) -> None:
+        """One graph lives on and on. That is nobody's business, unless a traceback keeps it by accident."""
+        holders = [h for h in find_holders(reaches_steps(state.step - 1), self._names(state)) if h.through_exception]
+        self.tell(graph.findings_of(holders[:1], state.model, lines=self._lines), state)
+
+    def _report_cycle(self, wanted: Wanted, state: RunState) -> None:
+        if not self._searches.allow_collection():
+            return
+        owners, chain = graph.find_cycle(wanted)
+        before = len(self._marks.alive_before(state.step))
+        finding = graph.graph_cycle(owners, chain, state.model)
+        owners.clear()
+        gc.collect()
+        if len(self._marks.alive_before(state.step)) < before:
+            self.tell([finding], state)
+
+    def _look_for_carried_state(self, loss: Tensor, state: RunState) -> None:
+        self._walks += 1
+        if self._walks > 16 and self._walks & (self._walks - 1):
+            return  # something is held for good, and it is not this: look at ever longer intervals
+        self.tell(graph.find_carried_state(loss, self._mark.step, given=self._names(state)), state)
+
+    def _look_at_exception(self, state: RunState) -> None:
+        error = sys.exc_info()[1]
+        if id(error) not in self._exceptions and len(self._exceptions) < 8:
+            self._exceptions.add(id(error))
+            self.tell(graph.find_exception_holders(error, state.model), state)
+
+    def _judge_evaluation(self, state: RunState, *, at_end: bool = False) -> None:
+        wanted = self._evaluation.kept(state.step, at_end)
+        if wanted is not None:
+            holders = find_holders(wanted, self._names(state))
+            self.tell(graph.find_eval_graphs(holders[:1], state.model), state)
+            self._evaluation.reported()
+
+    def _names(self, state: RunState) -> dict[str, Any]:
+        return {**self._given, "model": state.model}
+
+    def _end_traces(self) -> None:
+        for key, trace in self._traces:
+            trace.stop()
+            if trace.stored_at is not None:
+                self._lines[key] = (trace.stored_at, trace.made_at)
+        self._traces = []
+
+
+class _SearchBudget:
+    """What may be done only a few times in a run because it costs more than a step."""
+
+    def __init__(self) -> None:
+        self._singles = 2
+        self._collections = 2
+
+    def allow_single(self) -> bool:
+        """A search for a single graph that lives on."""
+        self._singles -= 1
+        return self._singles >= 0
+
+    def allow_collection(self) -> bool:
+        """A full collection, which takes a second on a heap of five million objects."""
+        self._collections -= 1
+        return self._collections >= 0
+
+
+class _Evaluation:
+    """Graphs that were alive when an evaluation ended."""
+
+    def __init__(self) -> None:
+        self.marks = 0
+        self._alive = Marks()
+        self._told = False
+
+    def mark(self, step: int) -> Mark:
+        self.marks += 1
+        return self._alive.new(step, "eval")
+
+    def differentiated(self, loss: Tensor) -> None:
+        """A loss that reaches them makes it a training that runs in eval mode."""
+        if any(mark.kind == "eval" for mark in marks_reached(loss, 20_000)):
+            self.marks, self._alive = 0, Marks()
+
+    def kept(self, step: int, at_end: bool) -> Wanted | None:
+        """What to look for when something of an evaluation is alive two steps later."""
+        self.marks = len(self._alive)
+        old = self._alive.alive_before(step + 1 if at_end else step - 1)
+        if not old or self._told:
+            return None
+
+        def wanted(tensor: Tensor) -> frozenset[int]:
+            return frozenset(id(mark) for mark in marks_reached(tensor, 4_000) if mark.kind == "eval")
+
+        return wanted
+
+    def reported(self) -> None:
+        self._told = True
+
+
+class WasteGuard(Guard):
+    """Graphs that are built or kept for nothing: retain_graph, create_graph, attached metrics."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report)
+        self._retained: _Retained | None = None
+        self._unused_retains = 0
+        self._unused_graphs = 0
+        self._first_backward = True
+        self._probe = 0
+
+    def on_backward_start(self, state: RunState) -> None:
+        if self._first_backward:
+            self._first_backward = False
+            self._look_at_carried_grads(state)
+        if self._retained is not None:
+            self._settle_retained(state)
+        if state.step < 4 or not state.step & (state.step - 1):
+            self._note_retained(state)
+
+    def on_backward_end(self, state: RunState) -> None:
+        if self._retained is not None:
+            self._retained.note_end()
+
+    def on_step_end(self, state: RunState) -> None:
+        self._first_backward = True
+        if self._retained is not None:
+            self._retained.note_end()
+        if state.step < 4 or not state.step & (state.step - 1):
+            self._look_at_unused_graphs(state)
+        if state.attached_metrics:
+            self._tell_metrics(state)
+
+    def on_eval_end(self, state: RunState) -> None:
+        if state.attached_metrics:
+            self._tell_metrics(state)
+
+    def _tell_metrics(self, state: RunState) -> None:
+        self.tell(graph.find_attached_metrics(state.attached_metrics), state)
+
+    def _look_at_carried_grads(self, state: RunState) -> None:
+        """One parameter each step, in turn: a graph on `.grad` before the first backward stays on all of them."""
+        for optimizer in state.optimizers.values():
+            params = optimizer.param_groups[0]["params"]
+            grad = params[self._probe % len(params)].grad if params else None
+            if grad is not None and grad.requires_grad:
+                self.tell(graph.find_attached_grads(state.model.named_parameters()), state)
+        self._probe += 1
+
+    def _look_at_unused_graphs(self, state: RunState) -> None:
+        """After a step: gradients with a graph that no second backward used. Optimizers of others may use it themselves."""
+        if any(not type(opt).__module__.startswith("torch.optim") for opt in state.optimizers.values()):
+            return
+        found = graph.find_attached_grads(state.model.named_parameters(), unused=True)
+        self._unused_graphs = self._unused_graphs + 1 if found else 0
+        if self._unused_graphs >= 2:
+            self.tell(found, state)
+
+    def _note_retained(self, state: RunState) -> None:
+        source = retaining_line()
+        if source is not None and state.micro_loss is not None:
+            self._retained = _Retained(state.micro_loss, source, owned_tensors(state.model))
+
+    def _settle_retained(self, state: RunState) -> None:
+        """What was kept is gone before this backward: rebound, not used. Gone later: used by this one."""
+        retained = self._retained
+        assert retained is not None
+        if retained.is_complete():
+            retained.held = False
+            return
+        self._unused_retains = self._unused_retains + 1 if retained.held else 0
+        self._retained = None
+        if self._unused_retains >= 2:
+            self.tell([graph.unused_retain(retained.source, retained.num_bytes)], state)
+
+
+class _Retained:
+    """What a backward with retain_graph=True left in its graph, known by weak references to the storages."""
+
+    __slots__ = ("_refs", "held", "num_bytes", "source")
+
+    def __init__(self, loss: Tensor, source: SourceLine, apart_from: list[Tensor]) -> None:
+        self.source = source
+        self.held = False
+        self.num_bytes = 0
+        self._refs: list[StorageWeakRef] = []
+        known = {storage_key(tensor) for tensor in apart_from} | {None}
+        for node in walk([grad_fn_of(loss)], limit=2_000).nodes:
+            try:
+                for tensor in saved_tensors(node):
+                    key = storage_key(tensor)
+                    if key not in known:
+                        known.add(key)
+                        self._refs.append(StorageWeakRef(tensor.untyped_storage()))
+                        self.num_bytes += tensor.untyped_storage().nbytes()
+            except SavedFreed:
+                continue
+
+    def is_complete(self) -> bool:
+        """Whether all of it is alive."""
+        return bool(self._refs) and not any(ref.expired() for ref in self._refs)
+
+    def note_end(self) -> None:
+        """The step is over, or about to step: is it still there?"""
+        self.held = self.is_complete()
+
+
+def retaining_line() -> SourceLine | None:
+    """The user's line that is calling backward now, if it asks to retain the graph."""
+    frame = user_frame()
+    statement = statement_at(frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
+    for node in ast.walk(statement) if statement is not None else ():
+        if isinstance(node, ast.Call):
+            for keyword in node.keywords:
+                asked = not isinstance(keyword.value, ast.Constant) or bool(keyword.value.value)
+                if keyword.arg == "retain_graph" and asked and frame is not None:
+                    return with_text(SourceLine(frame.f_code.co_filename, keyword.value.lineno))
+    return None
+
+
+class FunctionGuard(Guard):
+    """Hand-written autograd Functions, each class once: in the first steps, then at ever longer intervals."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report)
+        self._known: set[type] = set()
+
+    def on_backward_start(self, state: RunState) -> None:
+        if state.micro_loss is not None and not state.step & (state.step - 1):
+            self.tell(functions.find_function_faults(state.micro_loss, known=self._known), state)

@@ -1,0 +1,115 @@
+"""G128: a tensor that backward needs was changed where autograd does not count writes."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import weakref
+from types import FrameType
+
+from torch import Tensor, nn
+
+from safetrain import syntax
+from safetrain.findings import Finding, SourceLine
+from safetrain.recorder import Op, OpInfo, Recorder, Region, Watcher, region_of, regions_overlap
+from safetrain.rules.autopsy.catalogue import SILENT_WRITE
+from safetrain.saved import nodes_of, saved_by
+from safetrain.source import USER, grade
+
+_UNUSED_SAVES = frozenset({"running_mean", "running_var"})
+"""Saved by batch norm and, in train mode, not read by its backward."""
+
+
+class LeafWatcher(Watcher):
+    """Notes the storage of each trainable leaf when an operation first reads it, so that `.data = new` shows later."""
+
+    def __init__(self) -> None:
+        self.first_read: dict[int, tuple[weakref.ref[Tensor], int, Op]] = {}
+
+    def before(self, op: Op, info: OpInfo, read: list[Tensor], written: list[Tensor], frame: FrameType) -> None:
+        """See the class."""
+        if op.in_backward or not op.grad_enabled:
+            return
+        for tensor, source in zip(read, op.inputs, strict=True):
+            if source.requires_grad and tensor.is_leaf:
+                self.first_read.setdefault(id(tensor), (weakref.ref(tensor), source.storage, op))
+
+
+def find_silent_writes(record: Recorder, loss: Tensor, model: nn.Module, leaves: LeafWatcher | None = None) -> list[Finding]:
+    """Tensors saved for this loss that were written afterwards without autograd counting it. Call just before backward.
+
+    Reads what nodes saved, except where hooks (checkpointing, offloading) stand in between.
+    """
+    if loss.grad_fn is None:
+        return []
+    names = {t.untyped_storage()._cdata: name for name, t in (*model.named_buffers(), *model.named_parameters())}
+    writes: dict[int, list[tuple[Op, Region]]] = {}
+    for op in record.ops:
+        for storage, region in zip(op.writes, op.regions, strict=True):
+            writes.setdefault(storage, []).append((op, region))
+    nodes = nodes_of(loss.grad_fn)
+    found: dict[int, Finding] = {}
+    for node in nodes if writes else ():
+        maker = record.maker(node)
+        if maker is None or maker.checkpoint is not None:
+            continue
+        for saved in saved_by(node):
+            if saved.tensor is None or saved.field in _UNUSED_SAVES:
+                continue
+            storage = saved.tensor.untyped_storage()._cdata
+            if storage in found or storage not in writes:
+                continue
+            # Chunks of one storage count their writes apart: a write to another chunk is no fault.
+            mine = region_of(saved.tensor)
+            late = next((w for w, region in writes[storage] if w.index > maker.index and regions_overlap(mine, region)), None)
+            if late is not None:
+                found[storage] = _finding(maker, late, names.get(storage), "changed in place through `.data` (or set_)")
+    if leaves is not None:
+        found.update(_replaced(nodes, leaves, model))
+    return list(found.values())
+
+
+def _replaced(nodes: list[object], leaves: LeafWatcher, model: nn.Module) -> dict[int, Finding]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {}
+    for node in nodes:
+        leaf = getattr(node, "variable", None)
+        known = leaves.first_read.get(id(leaf))
+        if leaf is None or known is None or known[0]() is not leaf:
+            continue
+        if leaf.untyped_storage()._cdata != known[1]:
+            found[known[1]] = _finding(known[2], None, names.get(id(leaf)), "given other data (`.data = …`)")
+    return found
+
+
+def _finding(saver: Op, write: Op | None, name: str | None, how: str) -> Finding:
+    what = f"`{name}`" if name else f"a tensor that {saver.short_name} saved"
+    saved_at = saver.source
+    written_at = write.source if write is not None else _data_assignment()
+    saved_on = f" (line {saved_at.line}: `{saved_at.text}`)" if saved_at else ""
+    where = f" on line {written_at.line}: `{written_at.text}`" if written_at else ""
+    return SILENT_WRITE.finding(
+        f"{what} was saved for backward by {saver.short_name}{saved_on} and then {how}{where}: "
+        "gradients are computed from the new value, with no error",
+        source=written_at or saved_at,
+        params=[name] if name else [],
+        op=write.short_name if write is not None else "data",
+        cause=f"a write that autograd does not count, between forward and backward{where}",
+        fix="make the change after backward (or before the forward), under torch.no_grad() and without `.data`",
+    )
+
+
+def _data_assignment() -> SourceLine | None:
+    """The only line of the user's loaded code that assigns to `.data`, when there is just one."""
+    files = {getattr(m, "__file__", None) for m in list(sys.modules.values())}
+    lines = [
+        line
+        for name in files
+        if name is not None and name.endswith(".py") and grade(name) == USER
+        for line in syntax.lines_where(name, _assigns_data)
+    ]
+    return lines[0] if len(lines) == 1 else None
+
+
+def _assigns_data(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "data" and isinstance(node.ctx, ast.Store)

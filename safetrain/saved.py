@@ -1,0 +1,88 @@
+"""What a graph saved for backward, read without running anything: intact, freed, or changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+Condition = Literal["intact", "freed", "changed"]
+
+_fields: dict[type, tuple[str, ...]] = {}
+
+
+@dataclass(slots=True)
+class SavedTensor:
+    """One tensor that a node saved. `tensor` is None unless intact; `error` is autograd's own text otherwise."""
+
+    node: Any
+    field: str
+    condition: Condition
+    tensor: Tensor | None = None
+    error: str = ""
+
+
+def nodes_of(root: Any, limit: int = 1_000_000) -> list[Any]:
+    """Every node reachable from a `grad_fn`, root first."""
+    seen: set[Any] = set()
+    found: list[Any] = []
+    stack = [root] if root is not None else []
+    while stack and len(found) < limit:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        found.append(node)
+        stack.extend(n for n, _ in node.next_functions if n is not None and n not in seen)
+    return found
+
+
+def saved_by(node: Any) -> Iterator[SavedTensor]:
+    """The tensors that a node saved. Those behind hooks (checkpointing, offloading) are left out: reading would run them."""
+    kind = type(node)
+    fields = _fields.get(kind)
+    if fields is None:
+        fields = _fields[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+    for raw_name in fields:
+        name = raw_name.removeprefix("_raw_saved_")
+        try:
+            raw = getattr(node, raw_name)
+        except RuntimeError as error:
+            yield SavedTensor(node, name, _condition(error), None, str(error))
+            continue
+        if _behind_hooks(raw):
+            continue
+        yield from _read(node, name)
+
+
+def _behind_hooks(raw: Any) -> bool:
+    parts = raw if isinstance(raw, (list, tuple)) else (raw,)
+    return any(getattr(part, "unpack_hook", None) is not None for part in parts)
+
+
+def _read(node: Any, name: str) -> Iterator[SavedTensor]:
+    attribute = "saved_tensors" if name == "tensors" and hasattr(type(node), "saved_tensors") else f"_saved_{name}"
+    try:
+        value = getattr(node, attribute)
+    except RuntimeError as error:
+        yield SavedTensor(node, name, _condition(error), None, str(error))
+        return
+    for tensor in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(tensor, Tensor):
+            yield SavedTensor(node, name, "intact", tensor)
+
+
+def _condition(error: RuntimeError) -> Condition:
+    return "changed" if "modified by an inplace operation" in str(error) else "freed"
+
+
+def is_freed(node: Any) -> bool | None:
+    """Whether a node has let go of what it saved; None when it saved nothing that could tell."""
+    verdict: bool | None = None
+    for saved in saved_by(node):
+        if saved.condition == "freed":
+            return True
+        verdict = False
+    return verdict

@@ -1,0 +1,193 @@
+"""Questions about the user's source, answered from its syntax tree: which statement, which names, what runs where.
+
+For reports only. Every answer is None or empty where the source is not to be had (compiled code, an edited file).
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import linecache
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+from safetrain.findings import SourceLine
+from safetrain.source import line_text
+
+_Function = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_Loop = (ast.For, ast.AsyncFor, ast.While)
+
+
+@functools.lru_cache(maxsize=64)
+def tree_of(filename: str) -> ast.Module | None:
+    """The syntax tree of a source file, each node with a `parent`."""
+    text = "".join(linecache.getlines(filename))
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return None
+    for node in ast.walk(tree):
+        for child in ast.iter_child_nodes(node):
+            child.parent = node  # type: ignore[attr-defined]
+    return tree
+
+
+@functools.lru_cache(maxsize=4096)
+def statement_at(filename: str, line: int) -> ast.stmt | None:
+    """The innermost statement that covers a line."""
+    tree = tree_of(filename)
+    best: ast.stmt | None = None
+    for node in ast.walk(tree) if tree is not None else ():
+        if (
+            isinstance(node, ast.stmt)
+            and node.lineno <= line <= (node.end_lineno or node.lineno)
+            and (best is None or (node.lineno, -(node.end_lineno or 0)) >= (best.lineno, -(best.end_lineno or 0)))
+        ):
+            best = node
+    return best
+
+
+def scope_of(node: ast.AST) -> ast.AST:
+    """The function around a node, else its module."""
+    here = node
+    while hasattr(here, "parent"):
+        here = here.parent
+        if isinstance(here, _Function):
+            return here
+    return here
+
+
+def running_node(frame: FrameType) -> ast.AST | None:
+    """The expression or statement that a frame is in the middle of. Python 3.11+; None before, where columns are unknown."""
+    if sys.version_info < (3, 11):
+        return None
+    return _node_at(frame.f_code, frame.f_lasti)
+
+
+@functools.lru_cache(maxsize=512)
+def _node_at(code: CodeType, instruction: int) -> ast.AST | None:
+    if sys.version_info < (3, 11):
+        return None
+    position = next(itertools.islice(code.co_positions(), instruction // 2, None), None)
+    tree = tree_of(code.co_filename)
+    if position is None or tree is None:
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.expr, ast.stmt)) and (
+            (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset) == position
+        ):
+            return node
+    return None
+
+
+def operand_names(node: ast.AST) -> set[str]:
+    """Names that an expression uses directly: `x` in `f(x)`, `x + y`, `x.relu()`, `[x]`; not those inside other calls."""
+    found: set[str] = set()
+    stack: list[ast.AST] = [node]
+    while stack:
+        here = stack.pop()
+        if isinstance(here, ast.Name):
+            found.add(here.id)
+        elif here is node or isinstance(here, (ast.Attribute, ast.Subscript, ast.Starred, ast.keyword, ast.List, ast.Tuple, ast.UnaryOp)):
+            stack += ast.iter_child_nodes(here)
+    return found
+
+
+def assigned_names(statement: ast.AST | None) -> set[str]:
+    """Plain names that a statement binds."""
+    targets: list[ast.AST] = []
+    if isinstance(statement, ast.Assign):
+        targets = list(statement.targets)
+    elif isinstance(statement, (ast.AnnAssign, ast.AugAssign, ast.For, ast.AsyncFor)):
+        targets = [statement.target]
+    elif isinstance(statement, (ast.With, ast.AsyncWith)):
+        targets = [item.optional_vars for item in statement.items if item.optional_vars is not None]
+    found = {n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    if statement is not None and not isinstance(statement, (ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith)):
+        found |= {n.target.id for n in ast.walk(statement) if isinstance(n, ast.NamedExpr)}
+    return found
+
+
+def lines_where(filename: str, test: Callable[[ast.AST], bool], *, inside: ast.AST | None = None) -> list[SourceLine]:
+    """Lines of the nodes that pass a test, in order."""
+    tree = inside if inside is not None else tree_of(filename)
+    found = [node for node in ast.walk(tree) if test(node)] if tree is not None else []
+    lines = sorted({node.lineno for node in found})  # type: ignore[attr-defined]
+    return [SourceLine(filename, line, line_text(filename, line)) for line in lines]
+
+
+def is_call_of(node: ast.AST, *names: str) -> bool:
+    """Whether a node calls a function or method of that last name: `set_grad_enabled` in `torch.set_grad_enabled(False)`."""
+    return isinstance(node, ast.Call) and called_name(node) in names
+
+
+def called_name(node: ast.Call) -> str:
+    """Last part of what is called."""
+    function = node.func
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def assignments_of(filename: str, name: str, *, line: int | None = None) -> list[ast.stmt]:
+    """Statements that bind a plain name in the scope around `line` (default: the module), in order."""
+    anchor = statement_at(filename, line) if line is not None else tree_of(filename)
+    if anchor is None:
+        return []
+    scope = scope_of(anchor)
+    found = [n for n in ast.walk(scope) if isinstance(n, ast.stmt) and scope_of(n) is scope and name in assigned_names(n)]
+    return sorted(found, key=lambda n: n.lineno)
+
+
+def attribute_stores(filename: str, attribute: str) -> list[ast.stmt]:
+    """Statements of a file that assign to an attribute of that name (`self.hidden = …`), in order."""
+    tree = tree_of(filename)
+    found = [
+        node.parent  # type: ignore[attr-defined]
+        for node in (ast.walk(tree) if tree is not None else ())
+        if isinstance(node, ast.Attribute) and node.attr == attribute and isinstance(node.ctx, ast.Store)
+    ]
+    statements = []
+    for node in found:
+        while not isinstance(node, ast.stmt):
+            node = node.parent  # type: ignore[attr-defined]
+        statements.append(node)
+    return sorted(statements, key=lambda n: n.lineno)
+
+
+def carried_names(filename: str, line: int) -> Iterator[tuple[str, ast.stmt]]:
+    """Names that the loop around `line` reads before it binds them, with the statement that binds them for the next turn."""
+    here: Any = statement_at(filename, line)
+    while here is not None and not isinstance(here, _Loop):
+        if isinstance(here, _Function):
+            return
+        here = getattr(here, "parent", None)
+    if here is None:
+        return
+    targets = assigned_names(here)
+    events: list[tuple[int, int, str, str, ast.stmt]] = []
+    for node in ast.walk(here):
+        if isinstance(node, ast.Name) and scope_of(node) is scope_of(here) and node.id not in targets:
+            statement = _statement_of(node)
+            # Within a statement its value is read before its targets are bound.
+            order = 1 if isinstance(node.ctx, ast.Store) else 0
+            events.append((statement.lineno, order, node.id, "store" if order else "load", statement))
+    first_load: dict[str, int] = {}
+    for at, (_, _, name, kind, statement) in enumerate(sorted(events, key=lambda e: e[:2])):
+        if kind == "load":
+            first_load.setdefault(name, at)
+        elif name in first_load:
+            yield name, statement
+            first_load.pop(name)
+        else:
+            first_load[name] = sys.maxsize  # bound before it is read: made anew each turn
+    return
+
+
+def _statement_of(node: Any) -> ast.stmt:
+    while not isinstance(node, ast.stmt):
+        node = node.parent
+    return node

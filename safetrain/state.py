@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from safetrain.findings import SourceLine
+
 Phase = Literal["setup", "train", "eval"]
 
 
@@ -77,6 +79,8 @@ class RunState:
     """Set during `on_exception` only."""
     replay: Callable[[], Tensor] | None = None
     """Runs the failed micro-batch forward again and returns its loss. Set during `on_exception` only."""
+    gradients_off_at: SourceLine | None = None
+    """The user's line that last called `torch.set_grad_enabled(False)`, where a driver sees it. During `on_exception`."""
     checkpoint_path: Path | None = None
     """Where the last checkpoint was written; valid from `on_checkpoint_saved`."""
     save_request: str | None = None

@@ -75,7 +75,8 @@ def test_a_skip_that_is_known_one_step_late_does_not_move_the_average():
     assert_same(ema.weights(), by_hand.average)
 
 
-def test_evaluation_sees_the_average_and_training_goes_on_as_if_there_were_none():
+@pytest.mark.parametrize("eval_context", ["no_grad", "inference_mode"])
+def test_evaluation_sees_the_average_and_training_goes_on_as_if_there_were_none(eval_context):
     seen = []
 
     class Look(Callback):
@@ -84,8 +85,10 @@ def test_evaluation_sees_the_average_and_training_goes_on_as_if_there_were_none(
 
     ema, by_hand = EMA(0.8), ByHand(0.8)
     with_ema, without = make_model(), make_model()
-    make_trainer(ema, Look(), by_hand, model=with_ema, max_steps=8, eval_every=8).fit(make_data(), make_data())
-    make_trainer(model=without, max_steps=8, eval_every=8).fit(make_data(), make_data())
+    settings = {"max_steps": 11, "eval_every": 4, "eval_context": eval_context}
+    make_trainer(ema, Look(), by_hand, model=with_ema, **settings).fit(make_data(), make_data())
+    make_trainer(model=without, **settings).fit(make_data(), make_data())
+    assert len(seen) == 3
     assert_same(seen[-1], by_hand.average)
     assert_same(with_ema.state_dict(), without.state_dict())
 
@@ -107,6 +110,17 @@ def test_weights_come_back_when_the_evaluation_fails():
     reference = make_model()
     make_trainer(model=reference, max_steps=4).fit(make_data())
     assert_same(dict(model.named_parameters()), dict(reference.named_parameters()))
+
+
+def test_an_evaluation_after_the_run_uses_the_average_too():
+    model, ema = make_model(), EMA(0.5)
+    trainer = make_trainer(ema, model=model, max_steps=4)
+    trainer.fit(make_data())
+    of_average = trainer.evaluate(make_data())
+    reference = make_model()
+    reference.load_state_dict(model.state_dict())
+    reference.load_state_dict(ema.weights(), strict=False)
+    assert of_average == make_trainer(model=reference, max_steps=1).evaluate(make_data())
 
 
 def test_the_average_can_be_put_into_the_model_for_a_while():

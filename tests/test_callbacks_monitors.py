@@ -150,6 +150,17 @@ def test_early_stopping_counts_on_after_a_resume(tmp_path):
     assert second.fit(make_data(), make_data(), resume=path).epoch == 5
 
 
+def test_an_evaluation_after_the_run_neither_stops_nor_saves_nor_is_compared(tmp_path):
+    stopping, saving = EarlyStopping(patience=1), callbacks.Saving(monitor="loss")
+    trainer = make_trainer(stopping, saving, max_epochs=1, run_dir=tmp_path)
+    trainer.fit(make_data(), make_data())
+    before = stopping.state_dict(), saving.state_dict()
+    trainer.evaluation_step = lambda batch: {"error_on_the_test_set": torch.tensor(0.0)}
+    assert trainer.evaluate(make_data()) == {"error_on_the_test_set": 0.0}
+    assert (stopping.state_dict(), saving.state_dict()) == before
+    assert trainer.state.save_request is None
+
+
 def test_early_stopping_without_an_evaluation_says_that_it_could_not_act():
     with pytest.warns(UserWarning, match="EarlyStopping never saw an evaluation"):
         make_trainer(EarlyStopping(), max_steps=2).fit(make_data())

@@ -38,10 +38,16 @@ class EarlyStopping(Callback):
         self.patience = patience
         self._best = BestValue(monitor, mode, min_delta=min_delta)
         self._without_gain = 0
-        self._evaluated = self._failed = False
+        self._running = self._evaluated = self._failed = False
+
+    def on_fit_start(self, state: RunState) -> None:
+        """Evaluations count from here on."""
+        self._running, self._evaluated, self._failed = True, False, False
 
     def on_eval_end(self, state: RunState) -> None:
         """Compare, and ask for the stop."""
+        if not self._running:
+            return  # an evaluation outside `fit`, of a test set perhaps
         self._evaluated = True
         value = self._best.read(state.eval_metrics, "EarlyStopping")
         if self._best.update(value):
@@ -61,6 +67,7 @@ class EarlyStopping(Callback):
 
     def on_fit_end(self, state: RunState) -> None:
         """Say so when there was nothing to compare."""
+        self._running = False
         if not self._evaluated and not self._failed:
             warnings.warn(
                 "EarlyStopping never saw an evaluation and could not act: give `fit` validation data", stacklevel=2

@@ -53,6 +53,7 @@ class EMA(Callback):
 
     def on_fit_start(self, state: RunState) -> None:
         """Copy the weights, or take up a loaded average."""
+        self._restore()  # an evaluation outside `fit` may have failed, of which nobody hears
         self._state, self._skipped_seen, self._pending = state, state.skipped_steps, False
         if self._loaded is not None:
             self._install(state.model)

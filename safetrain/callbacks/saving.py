@@ -61,10 +61,12 @@ class Saving(Callback):
         self._best_step: int | None = None
         self._signals = _Signals() if on_signals else None
         self._saved_at: tuple[int, int] | None = None
+        self._running = False
 
     def on_fit_start(self, state: RunState) -> None:
         """Check the place, and listen to signals."""
         writable_run_dir(state, "Saving")
+        self._running = True
         self._saved_at = (state.step, state.epoch)  # nothing new to save yet
         if self._signals is not None:
             self._signals.install()
@@ -73,8 +75,8 @@ class Saving(Callback):
         """Save at every so many steps, or when a signal came."""
         if self._every_steps is not None and state.step % self._every_steps == 0:
             state.save_request = f"every {self._every_steps} steps"
-        if self._signals is not None and self._signals.received is not None:
-            self._obey_signal(state)
+        if self._signals is not None and self._signals.received:
+            self._obey_signals(state)
 
     def on_epoch_end(self, state: RunState) -> None:
         """Save after the epoch."""
@@ -83,13 +85,15 @@ class Saving(Callback):
 
     def on_eval_end(self, state: RunState) -> None:
         """Save a new best, or when a signal came during the evaluation."""
-        if self._best is not None and state.step:
+        if not self._running:
+            return  # an evaluation outside `fit`, of a test set perhaps
+        if self._best is not None:
             value = self._best.read(state.eval_metrics, "Saving")
             if self._best.update(value):
                 self._best_step = state.step
                 state.save_request = f"best {self._best.monitor}: {value:.6g}"
-        if self._signals is not None and self._signals.received is not None:
-            self._obey_signal(state)
+        if self._signals is not None and self._signals.received:
+            self._obey_signals(state)
 
     def on_checkpoint_saved(self, state: RunState) -> None:
         """Remove what is neither among the newest nor the best."""
@@ -100,6 +104,7 @@ class Saving(Callback):
 
     def on_fit_end(self, state: RunState) -> None:
         """Save the end, and give the signals back."""
+        self._running = False
         if self._signals is not None:
             self._signals.restore()
         if self._at_end and self._saved_at != (state.step, state.epoch):
@@ -120,26 +125,28 @@ class Saving(Callback):
     def _best_folder(self, newest: Path) -> Path | None:
         return None if self._best_step is None else newest.with_name(f"step_{self._best_step:08d}")
 
-    def _obey_signal(self, state: RunState) -> None:
-        assert self._signals is not None and self._signals.received is not None
-        name, self._signals.received = self._signals.received, None
-        state.save_request = name
-        if name in _ENDING and state.stop_reason is None:
-            state.stop_reason = f"signal {name}"
+    def _obey_signals(self, state: RunState) -> None:
+        assert self._signals is not None
+        while self._signals.received:
+            name = self._signals.received.pop(0)
+            state.save_request = name
+            if name in _ENDING and state.stop_reason is None:
+                state.stop_reason = f"signal {name}"
 
 
 class _Signals:
     """Notes that a signal came; puts the former handlers back."""
 
     def __init__(self) -> None:
-        self.received: str | None = None
+        self.received: list[str] = []  # only ever appended to and popped from, so that none is lost between the two
         self._former: dict[int, Any] = {}
         self._pid = 0
 
     def install(self) -> None:
         """Handle the signals, if this is the main thread (elsewhere Python does not allow it)."""
         self.restore()
-        self.received, self._pid = None, os.getpid()
+        self.received.clear()
+        self._pid = os.getpid()
         if threading.current_thread() is not threading.main_thread():
             warnings.warn(
                 "fit runs outside the main thread, where signals cannot be handled: "
@@ -165,9 +172,7 @@ class _Signals:
         if os.getpid() != self._pid:
             self._handle_in_child(number)
             return
-        # An ending signal is not forgotten for a later one that only saves.
-        if self.received not in _ENDING:
-            self.received = name
+        self.received.append(name)
         then = "the run goes on"
         if name in _ENDING:
             then = "the run ends"

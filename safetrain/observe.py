@@ -25,10 +25,11 @@ from torch.optim import Optimizer
 from safetrain import patches
 from safetrain.callbacks.base import HOOKS, Callback, Hook
 from safetrain.events import EventKind, LoopEvent
-from safetrain.findings import SourceLine
+from safetrain.findings import Finding, SourceLine
 from safetrain.foreign import active_layers, batch_order, checkpoint_parts, loader_facts, target_of
 from safetrain.losses import divisor_of, leaves_of
 from safetrain.naming import find_models, find_optimizer_names, unwrap
+from safetrain.rules.loop import loss_weight
 from safetrain.source import user_line
 from safetrain.state import RunState
 
@@ -41,6 +42,9 @@ _ORDER_BATCHES = 8
 _REDISCOVERIES = 32
 _IDLE_STEPS = 50
 """An optimizer that has not stepped for so long is not the one in use."""
+
+
+EventJudge = Callable[[LoopEvent], "Iterable[Finding] | None"]
 
 
 class StopRun(SystemExit):
@@ -92,7 +96,8 @@ class Observer:
 
     Args:
         callbacks: listeners, in order.
-        event_sinks: called at the end of each window with its events, and once more at the end with what was left.
+        judges: called with each `LoopEvent` as it is recorded; what they yield goes to `on_finding`.
+        on_finding: receives a judge's finding and the event that led to it.
         max_steps: raise `StopRun` in the loop when so many steps are done.
         on_trouble: receives the traceback of a listener that failed; it is not called again.
     """
@@ -101,6 +106,8 @@ class Observer:
         self,
         callbacks: Iterable[Callback] = (),
         *,
+        judges: Iterable[EventJudge] = (),
+        on_finding: Callable[[Finding, LoopEvent], None] | None = None,
         max_steps: int | None = None,
         on_trouble: Callable[[str], None] | None = None,
     ) -> None:
@@ -115,6 +122,8 @@ class Observer:
         self._nothing = self.state.model
         self._callbacks = list(callbacks)
         self._calls: dict[str, list[Hook]] = {hook: [] for hook in HOOKS}
+        self._judges = list(judges)
+        self._on_finding = on_finding or (lambda finding, event: None)
         self._on_trouble = on_trouble or (lambda text: None)
         self._max_steps = max_steps
         self._active = False
@@ -177,11 +186,33 @@ class Observer:
         self.in_backward = 0
         if not self._active or not self.started:
             return
-        self.state.exception = exception
+        state = self.state
+        state.exception, state.replay, state.gradients_off_at = exception, self._replay(), self.gradients_off_at
         try:
             self._emit("on_exception")
         finally:
-            self.state.exception = None
+            state.exception = state.replay = None
+
+    def _replay(self) -> Callable[[], Tensor] | None:
+        """The module call of this step again, when there was a single one and its arguments are still there.
+
+        Nothing else of the script is run: what it does around the call may not bear doing twice.
+        """
+        call = self.last_call
+        module = call.module() if call is not None else None
+        if call is None or module is None or self._window_forwards != 1:
+            return None
+        args, kwargs = _fasten(call.arguments), _fasten(call.keywords)
+        if args is _GONE or kwargs is _GONE:
+            return None
+
+        def replay() -> Tensor:
+            output = _any_tensor(module(*args, **kwargs))
+            if output is None:
+                raise TypeError("the module returned no tensor")
+            return output
+
+        return replay
 
     def watches(self) -> bool:
         """Whether a call on this thread, now, is part of the loop."""
@@ -216,10 +247,9 @@ class Observer:
         self._arrive()
         self._end_eval()
         self._idle_forwards = 0
+        self._add_root(module)
         self._begin()
-        if id(module) not in self._roots:
-            self._roots[id(module)] = weakref.ref(module, lambda _, key=id(module): self._roots.pop(key, None))
-            self._dirty = True
+        self._window_forwards += 1
         self._last_training = module.training
         self._last_batch_size = _batch_size(args, kwargs)
 
@@ -228,10 +258,8 @@ class Observer:
 
     def _eval_forward(self, module: nn.Module, grad: bool) -> None:
         self._arrive()
-        if grad and id(module) not in self._roots:
-            self._roots[id(module)] = weakref.ref(module, lambda _, key=id(module): self._roots.pop(key, None))
-            self._dirty = True
         if grad:
+            self._add_root(module)
             self._last_training = False
             self._last_batch_size = None
         if self._open or self._in_eval:
@@ -240,6 +268,11 @@ class Observer:
         needed = _EVAL_AFTER_WITH_GRAPH if grad else _EVAL_AFTER if module.training else 1
         if self._idle_forwards >= needed:
             self._begin_eval()
+
+    def _add_root(self, module: nn.Module) -> None:
+        if id(module) not in self._roots:
+            self._roots[id(module)] = weakref.ref(module, lambda _, key=id(module): self._roots.pop(key, None))
+            self._dirty = True
 
     def _is_trainable(self, module: nn.Module) -> bool | None:
         """None without parameters; looked at again now and then, as layers are made late and frozen or thawed."""
@@ -278,6 +311,7 @@ class Observer:
                 batch_size=self._last_batch_size,
                 grad_mode_eval=not self._last_training,
                 loss_node=loss.grad_fn.name() if loss.grad_fn is not None else None,
+                weight=loss_weight(loss, scaled=self._scaled_losses > 0) if loss.device.type == "cpu" else None,
             )
             if self._scaled_losses:
                 self._scaled_losses -= 1
@@ -511,7 +545,7 @@ class Observer:
             return
         epoch.batches += 1
         self.state.batch_in_epoch = epoch.batches
-        self.events.append(LoopEvent("batch", self.state.step + 1, None, {"loader": epoch.event.data["loader"]}))
+        self._tell_judges(LoopEvent("batch", self.state.step + 1, None, {"loader": epoch.event.data["loader"]}))
 
     def order_seen(self, iterator: Any, index: Any) -> None:
         """The sampler has chosen the samples of a batch. The first few batches tell one order from another."""
@@ -569,6 +603,7 @@ class Observer:
         self._taken: set[int] = set()
         self._announced: set[str] = set()
         self._backwards = 0
+        self._window_forwards = 0
         self._scaled_losses = 0
         self._grads_scaled = False
         self._in_scaler_step = False
@@ -577,6 +612,8 @@ class Observer:
         """Open the window of a new step, unless one is open."""
         if self._open:
             return
+        if self._dirty and self._optimizers:
+            self._discover()
         self._open = self.state.in_step = True
         self.state.phase = "train"
         if self.started:
@@ -729,8 +766,18 @@ class Observer:
 
     def _record(self, kind: EventKind, **data: Any) -> LoopEvent:
         event = LoopEvent(kind, self.state.step + 1, user_line(sys._getframe(1)), data)
-        self.events.append(event)
+        self._tell_judges(event)
         return event
+
+    def _tell_judges(self, event: LoopEvent) -> None:
+        self.events.append(event)
+        for judge in list(self._judges):
+            try:
+                for finding in judge(event) or ():
+                    self._on_finding(finding, event)
+            except Exception:
+                self._judges.remove(judge)
+                self._on_trouble(traceback.format_exc())
 
     def _emit(self, hook: str) -> None:
         calls = self._calls[hook]
@@ -800,6 +847,30 @@ def _loosen(value: Any) -> Any:
     if type(value) is dict:
         return {key: _loosen(item) for key, item in value.items()}
     return value
+
+
+_GONE = object()
+
+
+def _fasten(value: Any) -> Any:
+    """The arguments that `_loosen` took apart, or `_GONE` when a tensor among them is dead."""
+    if isinstance(value, weakref.ref):
+        tensor = value()
+        return _GONE if tensor is None else tensor
+    if type(value) in (list, tuple):
+        items = [_fasten(item) for item in value]
+        return _GONE if any(item is _GONE for item in items) else type(value)(items)
+    if type(value) is dict:
+        pairs = {key: _fasten(item) for key, item in value.items()}
+        return _GONE if any(item is _GONE for item in pairs.values()) else pairs
+    return value
+
+
+def _any_tensor(value: Any) -> Tensor | None:
+    if isinstance(value, Tensor):
+        return value
+    inner: Iterable[Any] = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return next((found for item in inner if (found := _any_tensor(item)) is not None), None)
 
 
 def _free_name(name: str, taken: set[str]) -> str:

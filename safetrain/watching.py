@@ -8,7 +8,10 @@ from pathlib import Path
 from safetrain.callbacks.base import Callback
 from safetrain.errors import ConfigError
 from safetrain.findings import RULES, Policy, Report
+from safetrain.guards import default_guards
 from safetrain.observe import Observer
+from safetrain.rules.loop import loop_judges
+from safetrain.rules.precision import precision_judges
 
 
 def attach_guards(
@@ -20,9 +23,31 @@ def attach_guards(
 ) -> tuple[Report, Observer]:
     """Watch every training loop of this process from now on. `rules` selects codes and families; empty means all."""
     report = Report(policy_for(rules), jsonl=jsonl)
-    observer = Observer((), max_steps=max_steps, on_trouble=on_trouble)
+    guards = _guards(report)
+    judges = [judge.see for judge in (*guards, *loop_judges(), *precision_judges()) if hasattr(judge, "see")]
+    observer = Observer(
+        guards,
+        judges=judges,
+        on_finding=lambda finding, event: report.add(finding, step=event.step, phase=observer.state.phase),
+        max_steps=max_steps,
+        on_trouble=on_trouble,
+    )
     observer.attach()
     return report, observer
+
+
+def _guards(report: Report) -> list[Callback]:
+    guards = default_guards(report)
+    kinds = {type(guard).__name__ for guard in guards}
+    if "AutopsyGuard" not in kinds:
+        from safetrain.autopsy import AutopsyGuard
+
+        guards.append(AutopsyGuard(report))
+    if "MissingGradientGuard" not in kinds:
+        from safetrain.gradient_guards import gradient_guards
+
+        guards.extend(gradient_guards(report))
+    return guards
 
 
 def policy_for(rules: Sequence[str]) -> dict[str, Policy]:

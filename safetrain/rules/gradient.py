@@ -690,10 +690,13 @@ _FREEZE_WORDS = {
 }
 
 
-def find_ineffective_freezes(model: nn.Module, *, had_gradient: set[int] | None = None) -> list[Finding]:
+def find_ineffective_freezes(
+    model: nn.Module, *, had_gradient: set[int] | None = None, lines: bool = True
+) -> list[Finding]:
     """P212: `module.requires_grad = False` and its like, where the parameters still train.
 
-    `had_gradient`: ids of parameters that got one; without it `requires_grad` alone decides. A class of the user's own
+    `had_gradient`: ids of parameters that got one; without it `requires_grad` alone decides. `lines`: look for the
+    statement in the user's source. A class of the user's own
     that sets such an attribute in its own code and freezes accordingly is not reported, as then nothing trains.
     """
     findings: list[Finding] = []
@@ -703,21 +706,23 @@ def find_ineffective_freezes(model: nn.Module, *, had_gradient: set[int] | None 
                 continue
             prefix = f"{name}." if name else ""
             params = {prefix + n: p for n, p in module.named_parameters()}
-            findings += _still_trains(name or type(module).__name__, name, word, params, had_gradient)
+            findings += _still_trains(name or type(module).__name__, name, word, params, had_gradient, lines)
     for name, p in model.named_parameters():
         for word in (_FREEZE_WORDS.keys() - {"requires_grad"}) & vars(p).keys():
             if vars(p)[word] is False:
-                findings += _still_trains(name, "", word, {name: p}, had_gradient)
+                findings += _still_trains(name, "", word, {name: p}, had_gradient, lines)
     return findings
 
 
 def _still_trains(
-    label: str, module: str, word: str, params: Mapping[str, Tensor], had_gradient: set[int] | None
+    label: str, module: str, word: str, params: Mapping[str, Tensor], had_gradient: set[int] | None, lines: bool
 ) -> list[Finding]:
     live = [n for n, p in params.items() if p.requires_grad and (had_gradient is None or id(p) in had_gradient)]
     if not live:
         return []
-    source = find_attribute_assignment(word, label.rsplit(".", 1)[-1]) or find_attribute_assignment(word)
+    source = None
+    if lines:
+        source = find_attribute_assignment(word, label.rsplit(".", 1)[-1]) or find_attribute_assignment(word)
     what = f"{label}.{word} = False"
     return [
         FREEZE_INEFFECTIVE.finding(

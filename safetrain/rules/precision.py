@@ -129,12 +129,15 @@ class ScheduleOrder:
         self._moved_on_skip: dict[Any, list[LoopEvent]] = {}
         self._ahead: dict[Any, list[LoopEvent]] = {}
         self._last: dict[Any, str] = {}
+        self._resumed = False
         self._told: set[Any] = set()
 
     def see(self, event: LoopEvent) -> Iterator[Finding]:
         """Take the next event."""
         kind, opt = event.kind, event.data.get("optimizer")
-        if kind == "optimizer_step":
+        if kind in ("state_loaded", "checkpoint_loaded"):
+            self._resumed = True
+        elif kind == "optimizer_step":
             self._steps[opt] = self._steps.get(opt, 0) + 1
             self._last[opt] = kind
             self._skipped.pop(opt, None)
@@ -152,7 +155,9 @@ class ScheduleOrder:
             del self._skipped[opt]
             self._moved_on_skip.setdefault(opt, []).append(event)
         elif steps == 0 or (self._ahead.get(opt) and self._last.get(opt) == "optimizer_step"):
-            self._ahead.setdefault(opt, []).append(event)
+            ahead = self._ahead.setdefault(opt, [])
+            if not ahead or _place(ahead[0]) == _place(event):  # a single move before the loop skips a warm-up's rate of 0
+                ahead.append(event)
         if steps == 0 and self._last.get(opt) == "scheduler_step":
             self._ahead[opt] = []  # several moves before the first step: a schedule wound forward to where a run stopped
         self._last[opt] = "scheduler_step"
@@ -160,7 +165,7 @@ class ScheduleOrder:
         if len(on_skip) >= 1 and self._moves[opt] >= steps and steps >= 2 and (opt, "skip") not in self._told:
             self._told.add((opt, "skip"))
             yield _schedule_finding(on_skip[0], event, skipped=True)
-        elif len(ahead) >= 2 and self._moves[opt] > steps and (opt, "ahead") not in self._told:
+        elif len(ahead) >= 2 and (self._moves[opt] > steps or not self._resumed) and (opt, "ahead") not in self._told:
             self._told.add((opt, "ahead"))
             yield _schedule_finding(ahead[0], event, skipped=False)
 

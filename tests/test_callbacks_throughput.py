@@ -174,6 +174,23 @@ def test_a_compiled_model_is_not_run_eagerly_to_be_counted():
     assert rows.rows[3]["throughput/tflops_per_s"] > 0
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="the LSTM runs op by op here")
+def test_a_recurrent_layer_in_one_kernel_is_not_passed_over_in_silence(caplog):
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(8, 4, batch_first=True), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head(self.lstm(x[:, None])[0][:, -1])
+
+    throughput = Throughput()
+    with caplog.at_level("INFO", logger="safetrain"):
+        make_trainer(throughput, model=Net(), max_steps=3).fit(make_data())
+    assert throughput.flops_per_sample is None
+    assert "no formula for aten.mkldnn_rnn_layer" in caplog.text
+
+
 def test_numbers_that_make_no_sense_are_refused():
     with pytest.raises(ConfigError, match="peak_flops=0"):
         Throughput(peak_flops=0)

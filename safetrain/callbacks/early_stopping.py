@@ -66,9 +66,9 @@ class EarlyStopping(Callback):
         self._failed = True
 
     def on_fit_end(self, state: RunState) -> None:
-        """Say so when there was nothing to compare."""
+        """Say so when there was nothing to compare, unless the run was told to stop before its first evaluation."""
         self._running = False
-        if not self._evaluated and not self._failed:
+        if not self._evaluated and not self._failed and state.stop_reason is None:
             warnings.warn(
                 "EarlyStopping never saw an evaluation and could not act: give `fit` validation data", stacklevel=2
             )

@@ -26,8 +26,8 @@ class Progress(Callback):
 
     On a terminal: a bar that moves each step, its numbers renewed on logging steps, and a line that stays for each
     evaluation. Elsewhere (a log file, CI), where a reader wants to know that the run is alive and how it ended: a line
-    for the first row, then for training rows at most one every `plain_every_s` seconds, one for every evaluation, and
-    one at the end.
+    for the first row, then for training rows at most one every `plain_every_s` seconds, one for every evaluation (with
+    the training loss last logged), and one at the end.
 
     Args:
         plain_every_s: seconds between lines of training rows when not on a terminal; 0 writes every row.
@@ -51,6 +51,7 @@ class Progress(Callback):
         self._first_step, self._started = state.step, time.monotonic()
         self._last_step, self._last_time, self._shown_at = state.step, self._started, -1e9
         self._held_back, self._failed = "", False
+        self._train_loss: float | None = None
         if self._stream.isatty():
             self._bar = _Bar(
                 total=state.total_steps,
@@ -71,18 +72,22 @@ class Progress(Callback):
         is_evaluation = any(key.startswith("val/") for key in state.row)
         if self._bar is not None:
             if is_evaluation:
-                self._write(_evaluation_line(state))
+                self._write(_evaluation_line(state, None))
             else:
                 self._bar.set_postfix_str(_numbers(state.row, self._memory(state.row)), refresh=False)
             return
+        if is_evaluation:
+            self._write(_evaluation_line(state, self._train_loss))
+            self._held_back = ""  # what it would say of the loss has been said
+            return
         now = time.monotonic()
-        line = _evaluation_line(state) if is_evaluation else self._training_line(state, now)
-        if not is_evaluation and now - self._shown_at < self._plain_every_s:
+        self._train_loss = state.row.get("train/loss")
+        line = self._training_line(state, now)
+        if now - self._shown_at < self._plain_every_s:
             self._held_back = line
             return
         self._write(line)
-        if not is_evaluation:
-            self._held_back, self._shown_at = "", now
+        self._held_back, self._shown_at = "", now
 
     def on_exception(self, state: RunState) -> None:
         """Leave the terminal clean for the traceback."""
@@ -140,9 +145,11 @@ def _numbers(row: dict[str, float], memory: str) -> str:
     return "  ".join([*shown, memory])
 
 
-def _evaluation_line(state: RunState) -> str:
+def _evaluation_line(state: RunState, train_loss: float | None) -> str:
+    """The evaluation, beside the training loss last logged where the bar does not show it."""
+    before = "" if train_loss is None else f"loss {train_loss:.4g}  "
     values = "  ".join(f"{key} {value:.4g}" for key, value in state.row.items() if key.startswith("val/"))
-    return f"step {state.step}  epoch {state.epoch}  {values}"
+    return f"step {state.step}  epoch {state.epoch}  {before}{values}"
 
 
 def _megabytes(value: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from safetrain.state import RunState
 
 
+_log = logging.getLogger("safetrain")
+
+
 class Throughput(Callback):
     """Adds `throughput/steps_per_s`, `samples_per_s`, `tokens_per_s`, `tflops_per_s` and `mfu` to the row.
 
@@ -28,9 +32,10 @@ class Throughput(Callback):
         tokens: tokens of a micro-batch, as a number or a scalar tensor; default: the batch says so by an entry
             `num_tokens`, or by the size of `input_ids`.
         measure_flops: count floating-point operations of one step (the second), matrix products, convolutions and
-            attention as `torch.utils.flop_counter` knows them. The step itself runs under the counter, so nothing is
-            computed twice and no result changes; it is merely slower. A compiled model would have to run that step
-            eagerly, with slightly different numbers, so there nothing is counted: give `flops_per_sample`.
+            attention as `torch.utils.flop_counter` knows them; it knows no fused LSTM, so with one nothing is logged.
+            The step itself runs under the counter, so nothing is computed twice and no result changes; it is merely
+            slower. A compiled model would have to run that step eagerly, with slightly different numbers, so there
+            nothing is counted: give `flops_per_sample`.
         flops_per_sample: what a sample costs, forward and backward, when you know it.
         peak_flops: what the device can do per second; then `mfu`, the share of it in use, is logged. Operations that
             activation checkpointing repeats are counted as done.
@@ -83,8 +88,13 @@ class Throughput(Callback):
         """Add the samples of the window."""
         self._last_event = time.perf_counter()
         if self._counter is not None:
-            counted = self._stop_counting()
-            if counted and state.num_samples:
+            counted, uncounted = self._stop_counting()
+            if uncounted:
+                _log.info(
+                    "throughput: no formula for %s, so operations are not counted; give Throughput(flops_per_sample=…)",
+                    ", ".join(sorted(uncounted)),
+                )
+            elif counted and state.num_samples:
                 self.flops_per_sample = counted / state.num_samples
             self._resume()
             return
@@ -147,11 +157,16 @@ class Throughput(Callback):
         if self._since is not None:
             self._since += self._last_event - self._paused_at
 
-    def _stop_counting(self) -> int:
+    def _stop_counting(self) -> tuple[int, set[str]]:
+        """Operations counted, and names of kernels that do much work and could not be."""
         assert self._counter is not None
         counter, self._counter = self._counter, None
         counter.leave()
-        return counter.flops
+        return counter.flops, counter.uncounted
+
+
+# A recurrent layer that runs in one kernel: a count without it would be far too low.
+_WITHOUT_FORMULA = frozenset({"aten.mkldnn_rnn_layer.default", "aten._cudnn_rnn.default", "aten.miopen_rnn.default"})
 
 
 class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch annotates none of it
@@ -169,6 +184,7 @@ class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
         self._formulas = flop_registry
         self.flops = 0
+        self.uncounted: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -176,6 +192,8 @@ class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         formula = self._formulas.get(getattr(func, "_overloadpacket", func))
         if formula is not None:
             self.flops += int(formula(*args, **kwargs, out_val=out))
+        elif str(func) in _WITHOUT_FORMULA:
+            self.uncounted.add(str(func))
         return out
 
     def leave(self) -> None:

@@ -64,11 +64,18 @@ def unpack(value: Any) -> Any:
 
 
 def entries(value: Any, entry: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf with its name, such as `optimizers.main.state.3.exp_avg`. An empty container is a leaf."""
+    """Every leaf with its name, such as `optimizers.main.state.3.exp_avg`.
+
+    An empty container is a leaf, and so is a long list of numbers (the state of a generator).
+    """
     if isinstance(value, dict) and value:
         for key, item in value.items():
             yield from entries(item, f"{entry}.{key}" if entry else str(key))
-    elif isinstance(value, (list, tuple)) and value:
+    elif (
+        isinstance(value, (list, tuple))
+        and value
+        and not (len(value) > 64 and {type(v) for v in value} <= {int, float})
+    ):
         for i, item in enumerate(value):
             yield from entries(item, f"{entry}.{i}" if entry else str(i))
     else:

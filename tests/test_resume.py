@@ -232,9 +232,12 @@ class KillAt(Callback):
 @pytest.mark.parametrize("step", [1, 10, 17])
 def test_a_run_saved_at_a_signal_resumes_to_identical_bits(step: int, tmp_path: Path) -> None:
     expected, _ = reference_and_checkpoints(tmp_path, precision="fp16")
-    killed = build(tmp_path / "killed", precision="fp16", extra=(Saving(every_epoch=False), KillAt(step)))
+    killed = build(
+        tmp_path / "killed", precision="fp16", extra=(Saving(every_epoch=False, monitor="loss"), KillAt(step))
+    )
     killed.fit(*loaders())
     assert killed.state.step == step and "SIGTERM" in (killed.state.stop_reason or "")
-    resumed = build(tmp_path / "resumed", precision="fp16")
+    assert killed.state.eval_metrics == {} or killed.state.evaluated_step < step, "a run that must end evaluated first"
+    resumed = build(tmp_path / "resumed", precision="fp16", extra=(Saving(every_epoch=False, monitor="loss"),))
     resumed.fit(*loaders(), resume=tmp_path / "killed")
     assert_same_end(resumed, expected, f"killed in step {step}")

@@ -442,7 +442,8 @@ class Trainer:
                 self.listeners.on_fit_start(state)
                 while not self._should_stop(started):
                     self._run_epoch(val, started)
-                if val is not None and state.evaluated_step != state.step and state.step:
+                # Not when told to stop: a signal leaves little time, and a resumed run would count one evaluation more.
+                if val is not None and state.step not in (0, state.evaluated_step) and state.stop_reason is None:
                     self._evaluate_and_log(val)
                 self._save_if_requested()
         except BaseException as error:
@@ -649,26 +650,19 @@ class Trainer:
         return state.eval_metrics
 
     def _evaluation_loop(self, loader: Iterable[Any], averages: Averages) -> int:
-        step, move, size_of = self.evaluation_step, self._move, self.batch_size
-        losses: list[Tensor] = []  # plain losses are added up a few dozen at a time: an addition each would cost 2 µs
-        sizes: list[int] = []
+        step, size_of = self.evaluation_step, self.batch_size
+        move = self._move if self._move is not _as_it_is else None
+        add_loss = averages["loss"].add
         count = 0
-        for batch in itertools.islice(loader, self.limit_eval_batches):
-            batch = move(batch)
+        for count, batch in enumerate(itertools.islice(loader, self.limit_eval_batches), start=1):
+            if move is not None:
+                batch = move(batch)
             self._weight = size = size_of(batch)
             output = step(batch)
-            count += 1
             if isinstance(output, Tensor):
-                if output.requires_grad or output.ndim or output.untyped_storage().nbytes() > 8:
-                    output = output.detach().clone()  # it would keep a graph, or what it was cut from, until added up
-                losses.append(output)
-                sizes.append(size)
-                if len(losses) == 64:
-                    averages.extend("loss", losses, sizes)
-                    losses, sizes = [], []
+                add_loss(output.detach() if output.requires_grad else output, size)
             elif output is not None:
                 self._take_evaluation(output, averages)
-        averages.extend("loss", losses, sizes)
         return count
 
     def _take_evaluation(self, output: Any, averages: Averages) -> None:
@@ -679,7 +673,7 @@ class Trainer:
         if weight is None:
             averages.add("loss", loss.detach(), self._weight)
         else:
-            averages.add_sum("loss", loss.detach(), weight)
+            averages["loss"].add_sum(loss.detach(), weight)
         if metrics:
             self._take_metrics(metrics, self._weight if weight is None else weight)
 

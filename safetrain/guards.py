@@ -86,6 +86,7 @@ class RetentionGuard(Guard):
         self._marks = Marks()
         self._mark: Mark = self._marks.new(1)
         self._growth = graph.Growth()
+        self._told = graph.Told()
         self._searches = _SearchBudget()
         self._traces: list[tuple[str, StoreTrace]] = []
         self._lines: dict[str, tuple[SourceLine | None, SourceLine | None]] = {}
@@ -172,24 +173,32 @@ class RetentionGuard(Guard):
         if windows:
             self._patience = min(max(windows), graph.MAX_WINDOW) + 3
         at_least = max(2, len(set(earlier)) // 2)
-        findings = graph.findings_of(holders[:4], state.model, lines=self._lines, at_least=at_least)
+        findings = graph.findings_of(holders[:4], state.model, lines=self._lines, at_least=at_least, told=self._told)
         self.tell(findings, state)
 
     def _report_exception_holder(self, state: RunState) -> None:
         """One graph lives on and on. That is nobody's business, unless a traceback keeps it by accident."""
         holders = [h for h in find_holders(reaches_steps(state.step - 1), self._names(state)) if h.through_exception]
-        self.tell(graph.findings_of(holders[:1], state.model, lines=self._lines), state)
+        self.tell(graph.findings_of(holders[:1], state.model, lines=self._lines, told=self._told), state)
 
     def _report_cycle(self, wanted: Wanted, state: RunState) -> None:
         if not self._searches.allow_collection():
             return
         owners, chain = graph.find_cycle(wanted)
+        if self._is_known_cycle(owners):
+            return
         before = len(self._marks.alive_before(state.step))
         finding = graph.graph_cycle(owners, chain, state.model)
         owners.clear()
         gc.collect()
         if len(self._marks.alive_before(state.step)) < before:
             self.tell([finding], state)
+
+    def _is_known_cycle(self, owners: list[Tensor]) -> bool:
+        """Whether a hand-written Function was already reported for a cycle that runs through these graphs."""
+        known = {f"{f.op}Backward" for f in self.report.findings if f.code == graph.CYCLE.code}
+        nodes = walk([grad_fn_of(owner) for owner in owners[:8]], limit=2_000).nodes if known else []
+        return any(type(node).__name__ in known for node in nodes)
 
     def _look_for_carried_state(self, loss: Tensor, state: RunState) -> None:
         self._walks += 1
@@ -207,7 +216,7 @@ class RetentionGuard(Guard):
         wanted = self._evaluation.kept(state.step, at_end)
         if wanted is not None:
             holders = find_holders(wanted, self._names(state))
-            self.tell(graph.find_eval_graphs(holders[:1], state.model), state)
+            self.tell(graph.find_eval_graphs(holders[:1], state.model, told=self._told), state)
             self._evaluation.reported()
 
     def _names(self, state: RunState) -> dict[str, Any]:
@@ -339,7 +348,7 @@ class WasteGuard(Guard):
         """What was kept is gone before this backward: rebound, not used. Gone later: used by this one."""
         retained = self._retained
         assert retained is not None
-        if retained.is_complete():
+        if not retained.is_gone():
             retained.held = False
             return
         self._unused_retains = self._unused_retains + 1 if retained.held else 0
@@ -373,6 +382,10 @@ class _Retained:
     def is_complete(self) -> bool:
         """Whether all of it is alive."""
         return bool(self._refs) and not any(ref.expired() for ref in self._refs)
+
+    def is_gone(self) -> bool:
+        """Whether nearly all of it is dead; the batch may live on in its data set."""
+        return sum(ref.expired() for ref in self._refs) >= 0.7 * len(self._refs)
 
     def note_end(self) -> None:
         """The step is over, or about to step: is it still there?"""

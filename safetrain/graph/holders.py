@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import (
     BuiltinFunctionType,
@@ -74,6 +74,11 @@ class Holder:
         return paths.last_name(self.root.name, self.path)
 
     @property
+    def way(self) -> tuple[str, ...]:
+        """The root and the proper names on the path: one leak keeps its way while its indices move."""
+        return (self.root.label, *paths.named_edges(self.path))
+
+    @property
     def through_exception(self) -> bool:
         """Whether a traceback is on the path."""
         return any(isinstance(obj, BaseException) for obj in self.path)
@@ -122,6 +127,7 @@ class _Search:
         self.objects: dict[int, Any] = {}
         self.root_of: dict[int, Root] = {}
         self.hits: list[tuple[Tensor, frozenset[int]]] = []
+        self._more_parents: dict[int, list[int]] = {}
         self._wanted = wanted
         self._deadline = deadline
         self._max_objects = max_objects
@@ -145,7 +151,11 @@ class _Search:
             if category == _TENSOR:
                 self._look_at(obj)
             for child in _children(obj, category):
-                if type(child) in _ATOMS or id(child) in self.objects or _category_of(type(child)) == _SKIP:
+                if type(child) in _ATOMS or _category_of(type(child)) == _SKIP:
+                    continue
+                if id(child) in self.objects:
+                    if _category_of(type(child)) == _TENSOR:
+                        self._note_parent(child, obj)
                     continue
                 self.objects[id(child)] = child
                 self.parent[id(child)] = id(obj)
@@ -157,9 +167,19 @@ class _Search:
             if steps:
                 self.hits.append((tensor, steps))
 
-    def path(self, obj: Any) -> list[Any]:
-        """From the root's value to `obj`."""
-        keys = [id(obj)]
+    def _note_parent(self, tensor: Tensor, parent: Any) -> None:
+        """Another way to a tensor: a loop's own name for it must not hide the container that keeps it."""
+        ways = self._more_parents.setdefault(id(tensor), [])
+        if len(ways) < 4 and self.parent.get(id(tensor)) != id(parent):
+            ways.append(id(parent))
+
+    def paths(self, obj: Any) -> Iterator[list[Any]]:
+        """Ways from a root's value to `obj`, the shortest first."""
+        yield self._path([id(obj)])
+        for parent in self._more_parents.get(id(obj), ()):
+            yield self._path([id(obj), parent])
+
+    def _path(self, keys: list[int]) -> list[Any]:
         while keys[-1] in self.parent:
             keys.append(self.parent[keys[-1]])
         return [self.objects[key] for key in reversed(keys)]
@@ -248,11 +268,11 @@ def _is_user_class(kind: type) -> bool:
 def _group(search: _Search) -> list[Holder]:
     """One holder for each deepest object under which most of its root's steps hang."""
     steps_under: dict[int, set[int]] = {}
-    found = [(tensor, steps, search.path(tensor)) for tensor, steps in search.hits]
+    found = [(tensor, steps, path) for tensor, steps in search.hits for path in search.paths(tensor)]
     for _, steps, path in found:
         for obj in path:
             steps_under.setdefault(id(obj), set()).update(steps)
-    groups: dict[tuple[int, int], tuple[list[Any], list[Tensor], set[int]]] = {}
+    groups: dict[tuple[int, int], _Group] = {}
     for tensor, steps, path in found:
         enough = max(1, math.ceil(0.6 * len(steps_under[id(path[0])])))
         at = max(i for i, obj in enumerate(path) if len(steps_under[id(obj)]) >= enough)
@@ -260,22 +280,35 @@ def _group(search: _Search) -> list[Holder]:
         stem = path[: at + 1] if at + 1 < len(path) else path
         key = (id(path[0]), id(stem[-1]))
         group = groups.setdefault(key, (stem, [], set()))
-        group[1].append(tensor)
+        group[1].append((tensor, path))
         group[2].update(steps)
     holders = []
-    for stem, tensors, all_steps in groups.values():
+    for stem, members, all_steps in _merged(groups.values()):
         root = search.root_of[id(stem[0])]
-        containers = list({id(c): c for t in tensors[:16] if (c := _container(search, t)) is not None}.values())
+        containers = list({id(path[-2]): path[-2] for _, path in members[:16] if len(path) > 1}.values())
         if not isinstance(stem[-1], Tensor):
             containers.append(stem[-1])
-        holders.append(Holder(root, stem, tensors, frozenset(all_steps), containers))
+        holders.append(Holder(root, stem, [tensor for tensor, _ in members], frozenset(all_steps), containers))
     order = {id(h): i for i, h in enumerate(holders)}
     return sorted(holders, key=lambda h: (-len(h.steps), len(h.path), order[id(h)]))
 
 
-def _container(search: _Search, tensor: Tensor) -> Any:
-    key = search.parent.get(id(tensor))
-    return None if key is None else search.objects[key]
+_Group = tuple[list[Any], list[tuple[Tensor, list[Any]]], set[int]]
+
+
+def _merged(groups: Iterable[_Group]) -> Iterator[_Group]:
+    """Tensors that each keep everything and stand in one container (an average of all weights) are one holder."""
+    by_container: dict[int, list[_Group]] = {}
+    for group in groups:
+        stem = group[0]
+        alone = isinstance(stem[-1], Tensor) and len(stem) > 1 and isinstance(stem[-2], (dict, list, tuple))
+        by_container.setdefault(id(stem[-2]) if alone else -id(stem), []).append(group)
+    for same in by_container.values():
+        if len(same) == 1:
+            yield same[0]
+        else:
+            steps = set().union(*[group[2] for group in same])
+            yield same[0][0][:-1], [member for group in same for member in group[1]], steps
 
 
 def graph_owners(wanted: Wanted, *, budget_s: float = 1.0) -> list[Tensor]:
@@ -291,11 +324,14 @@ def graph_owners(wanted: Wanted, *, budget_s: float = 1.0) -> list[Tensor]:
     return owners
 
 
-def climb(tensor: Tensor, *, levels: int = 6, budget_s: float = 1.0) -> list[str]:
-    """Who refers to `tensor`, upward through `gc.get_referrers`, as readable steps. Bounded in levels and time."""
+def climb(tensor: Tensor, *, apart_from: Iterable[Any] = (), levels: int = 6, budget_s: float = 1.0) -> list[str]:
+    """Who refers to `tensor`, upward through `gc.get_referrers`, as readable steps. Bounded in levels and time.
+
+    `apart_from` are the caller's own containers.
+    """
     deadline = time.perf_counter() + budget_s
     chain: list[Any] = [tensor]
-    apart = {id(chain), id(sys._getframe())}
+    apart = {id(chain), *map(id, apart_from)}
     labels: list[str] = []
     for _ in range(levels):
         if time.perf_counter() > deadline:

@@ -177,6 +177,11 @@ def _carries_graph(value: Any) -> bool:
     return False
 
 
+def named_edges(path: Sequence[Any]) -> list[str]:
+    """The edges that are names, not positions."""
+    return [step for step in _edges(path) if not step.startswith("[")]
+
+
 def last_name(root: str, path: Sequence[Any]) -> str:
     """The last attribute on the path, or the root's name."""
     name = root

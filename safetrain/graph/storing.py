@@ -193,7 +193,7 @@ class StoreTrace:
             if watch.last is not None and now != watch.last and self._here is not None:
                 number = _node_number(watch.newest(frame))
                 # One more element, or a value that carries a graph: a store of what was found, not some other change.
-                grew = number is not None or (len(now) > 1 and now[0] > watch.last[0]) or (len(now) == 1 and number is not None)
+                grew = number is not None or (len(now) > 1 and now[0] > watch.last[0])
                 self._stores.append((grew, self._here, number))
             watch.last = now
 
@@ -262,10 +262,17 @@ def _stores_under(node: ast.AST, name: str) -> int:
     return 0
 
 
+_MAKERS = frozenset({"zeros", "ones", "empty", "full", "tensor", "randn", "rand", "zeros_like", "ones_like", "new_zeros", "deque", "dict", "list"})
+
+
 def _is_fresh(value: ast.expr) -> bool:
-    return isinstance(value, (ast.Constant, ast.List, ast.Dict, ast.Set)) or (
-        isinstance(value, ast.Call) and not any(isinstance(n, ast.Name) for arg in value.args for n in ast.walk(arg))
-    )
+    """Whether an expression starts afresh: a constant, an empty or new container, a new tensor."""
+    if isinstance(value, (ast.Tuple, ast.List)):
+        return all(_is_fresh(element) for element in value.elts)
+    if isinstance(value, ast.Call):
+        called = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
+        return called in _MAKERS or called in ("detach", "item")
+    return isinstance(value, (ast.Constant, ast.Dict, ast.Set))
 
 
 def names(node: ast.AST, name: str) -> bool:

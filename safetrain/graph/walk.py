@@ -79,19 +79,20 @@ def saved_tensors(node: Any) -> Iterator[Tensor]:
         except RuntimeError as error:
             raise SavedFreed from error
         for one in saved if isinstance(saved, (tuple, list)) else (saved,):
-            yield from _content(one)
+            if one is not None and hasattr(one, "data"):  # older torch says nothing about hooks: nothing is read there
+                yield from _content(node, name, one)
 
 
-def _content(saved: Any) -> Iterator[Tensor]:
-    """What a `SavedTensor` holds. Older torch has no `data`, and says nothing about hooks: nothing is read there."""
-    if saved is None or not hasattr(saved, "data"):
-        return
-    try:
-        packed = saved.data
-    except RuntimeError as error:
-        if "freed" in str(error):
+def _content(node: Any, name: str, saved: Any) -> Iterator[Tensor]:
+    """What a `SavedTensor` holds."""
+    packed = saved.data
+    if packed is None:
+        # Freed, or a tensor that was never there. Without data there is no hook to run, so asking is safe.
+        try:
+            getattr(node, name.replace("_raw_", "_", 1), None)
+        except RuntimeError as error:
             raise SavedFreed from error
-        return  # an undefined tensor
+        return
     for value in packed if isinstance(packed, (tuple, list)) else (packed,):
         if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
             yield value

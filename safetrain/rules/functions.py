@@ -115,7 +115,7 @@ def _store_on_ctx(function: type, name: str) -> SourceLine | None:
 
     def stores(node: ast.AST) -> bool:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, (ast.AnnAssign, ast.AugAssign)) else []
-        return any(isinstance(t, ast.Attribute) and t.attr == name or isinstance(t, ast.Name) and t.id == name for t in targets)
+        return any(isinstance(t, ast.Attribute) and t.attr == name for t in targets)
 
     return _line_in(function, stores)
 

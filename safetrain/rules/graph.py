@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from safetrain.findings import Finding, Rule, SourceLine, rule
 from safetrain.graph import (
     Holder,
-    Mark,
     Pinned,
     StoreTrace,
     bound_of,
@@ -35,6 +34,7 @@ from safetrain.graph import (
 )
 from safetrain.graph.holders import Wanted, climb
 from safetrain.source import LIBRARY, USER, frame_locals, grade, line_text, user_frame, with_text
+from safetrain.syntax import carried_names
 
 RETAINED = rule("G101", "graph-retained", "warning", "a graph built in an earlier step is still reachable after the next step ended")
 METRIC = rule("G102", "metric-holds-graph", "note", "a value given to log() or returned as a metric carries a graph (it is detached for you)")
@@ -83,6 +83,23 @@ class Growth:
         return self.rises >= 3 and self.count >= 3
 
 
+class Told:
+    """The leaks that were reported: a holder on the same way, or on a part of it, is the same leak."""
+
+    __slots__ = ("_ways",)
+
+    def __init__(self) -> None:
+        self._ways: list[tuple[str, ...]] = []
+
+    def knows(self, holder: Holder) -> bool:
+        """Whether this leak was told; from now on it was."""
+        way = holder.way
+        if any(way[: len(known)] == known[: len(way)] and min(len(way), len(known)) >= min(2, len(known)) for known in self._ways):
+            return True
+        self._ways.append(way)
+        return False
+
+
 # ---------------------------------------------------------------------- G101, G103, G105, G110: something holds
 
 
@@ -120,12 +137,13 @@ def findings_of(
     lines: Mapping[str, tuple[SourceLine | None, SourceLine | None]],
     at_least: int = 1,
     entry: Rule = RETAINED,
+    told: Told | None = None,
 ) -> list[Finding]:
-    """Findings for holders, without those that are bounded."""
+    """Findings for holders, without those that are bounded or were `told` before."""
     files = files_of(model)
     findings = []
     for holder in holders:
-        if len(holder.steps) < at_least or is_window(holder, files):
+        if len(holder.steps) < at_least or is_window(holder, files) or (told is not None and told.knows(holder)):
             continue
         stored, made = lines.get(holder.root.label + holder.name, (None, None))
         findings.append(_retained(holder, files, model, stored, made, entry))
@@ -193,9 +211,11 @@ def measure(tensors: Iterable[Tensor], model: nn.Module | None) -> Pinned:
     return pinned(nodes, owned_tensors(model))
 
 
-def detach_fix(source: SourceLine | None) -> str:
+_STORE_DETACHED = "store it without its graph: `.detach()` for a tensor, `.item()` for a number that is logged"
+
+
+def detach_fix(source: SourceLine | None, advice: str = _STORE_DETACHED) -> str:
     """The line with a detach where it belongs, or advice in words."""
-    advice = "store it without its graph: `.detach()` for a tensor, `.item()` for a number that is logged"
     if source is None or not source.text:
         return advice
     try:
@@ -235,9 +255,9 @@ def find_attached_metrics(names: Iterable[str], source: SourceLine | None = None
 # ---------------------------------------------------------------------- G103
 
 
-def find_eval_graphs(holders: Sequence[Holder], model: nn.Module | None) -> list[Finding]:
+def find_eval_graphs(holders: Sequence[Holder], model: nn.Module | None, *, told: Told | None = None) -> list[Finding]:
     """Holders of what an evaluation computed with gradients on."""
-    return findings_of(holders, model, lines={}, entry=EVAL)
+    return findings_of(holders, model, lines={}, entry=EVAL, told=told)
 
 
 def eval_built_graphs(output: Tensor, model: nn.Module | None, source: SourceLine | None) -> Finding:
@@ -299,10 +319,10 @@ def find_attached_grads(named_parameters: Iterable[tuple[str, Tensor]], *, unuse
 # ---------------------------------------------------------------------- G106
 
 
-def find_cycle(alive: Iterable[Mark], wanted: Wanted) -> tuple[list[Tensor], list[str]]:
+def find_cycle(wanted: Wanted) -> tuple[list[Tensor], list[str]]:
     """Tensors that keep the marked graphs alive though no name leads to them, and who refers to the first one."""
     owners = graph_owners(wanted)
-    return owners, climb(owners[0]) if owners else []
+    return owners, climb(owners[0], apart_from=[owners]) if owners else []
 
 
 def graph_cycle(owners: Sequence[Tensor], chain: Sequence[str], model: nn.Module | None) -> Finding:
@@ -350,13 +370,13 @@ def find_carried_state(loss: Tensor, step: int, *, given: Mapping[str, Any] | No
         return frozenset(steps) if any(id(n) in behind for n in found) else frozenset()
 
     holders = [h for h in find_holders(wanted, given, budget_s=0.3) if len(h.path) > 0]
-    chosen = _carrier(holders)
-    files = files_of(None)
+    carried = _carried_names()
+    chosen = _carrier(holders, carried)
     source = None
     holds = None
     if chosen is not None:
         holds = chosen.describe()
-        source = storing_line(chosen.name, [*files, *_files_of_path(chosen)])
+        source = carried.get(chosen.root.name) or storing_line(chosen.name, [*files_of(None), *_files_of_path(chosen)])
     names = f"`{chosen.name}`" if chosen is not None else "a tensor of an earlier step"
     return [
         CARRIED.finding(
@@ -367,21 +387,13 @@ def find_carried_state(loss: Tensor, step: int, *, given: Mapping[str, Any] | No
             op=type(older[0]).__name__,
             pinned_bytes=pinned(beneath).bytes,
             cause="state is carried from one step to the next together with its graph",
-            fix=f"detach it where it is stored: `{chosen.name} = {chosen.name}.detach()`" if chosen is not None else "detach what is carried over",
+            fix=detach_fix(source, "detach what is carried over where it is stored"),
         )
     ]
 
 
-def _carrier(holders: Sequence[Holder]) -> Holder | None:
-    """What outlives a step: a place in an object, or a name that the loop reads before it binds it."""
-    if not holders:
-        return None
-    frame = user_frame()
-    carried: set[str] = set()
-    while frame is not None:
-        if grade(frame.f_code.co_filename) == USER:
-            carried |= _carried_names(frame)
-        frame = frame.f_back
+def _carrier(holders: Sequence[Holder], carried: Mapping[str, SourceLine]) -> Holder | None:
+    """What outlives a step: a name that the loop reads before it binds it, else a place in an object."""
 
     def rank(holder: Holder) -> int:
         if holder.root.name in carried:
@@ -389,13 +401,20 @@ def _carrier(holders: Sequence[Holder]) -> Holder | None:
         outlives = len(holder.path) > 1 and holder.root.code is None
         return 1 if outlives or len(holder.path) > 2 else 2
 
-    return min(holders, key=rank)
+    return min(holders, key=rank, default=None)
 
 
-def _carried_names(frame: FrameType) -> set[str]:
-    from safetrain.syntax import carried_names
-
-    return {name for name, _ in carried_names(frame.f_code.co_filename, frame.f_lineno)}
+def _carried_names() -> dict[str, SourceLine]:
+    """Names that the running loops carry from turn to turn, with the line that binds them for the next one."""
+    found: dict[str, SourceLine] = {}
+    frame = user_frame()
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if grade(filename) == USER:
+            for name, statement in carried_names(filename, frame.f_lineno):
+                found.setdefault(name, SourceLine(filename, statement.lineno, line_text(filename, statement.lineno)))
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
 
 
 def _files_of_path(holder: Holder) -> list[str]:

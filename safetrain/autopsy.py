@@ -26,11 +26,9 @@ from safetrain.recorder import Recorder
 from safetrain.replay import unchanged
 from safetrain.rules.autopsy import (
     AliasWatcher,
-    BufferWatcher,
     Failure,
     LeafWatcher,
     RandomWatcher,
-    RewrittenBuffer,
     explain_backward_twice,
     explain_inference_tensor,
     explain_inplace_modified,
@@ -49,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AutopsyGuard", "Screen", "attach", "can_explain", "explain"]
 
+_next_node = torch._C._autograd._get_sequence_nr
 _log = logging.getLogger("safetrain")
 
 _EXPLAINERS: tuple[tuple[str, Callable[[Failure], Finding]], ...] = (
@@ -163,7 +162,7 @@ def attach(error: BaseException, finding: Finding) -> None:
 
 
 class Screen:
-    """Records one step as it runs and finds wrong results that raise no error (G126, G128, G129; the facts of L511).
+    """Records one step as it runs and finds wrong results that raise no error (G126, G128, G129).
 
     `start()` before the forward, `before_backward(loss)` before each backward, `stop()` after the step, then
     `findings()`. Results of the step stay the same to the bit. Costs 10–30 µs an operation, for that step only.
@@ -171,10 +170,9 @@ class Screen:
 
     def __init__(self, model: nn.Module) -> None:
         self._random = RandomWatcher()
-        self._buffers = BufferWatcher(model)
         self._alias = AliasWatcher()
         self._leaves = LeafWatcher()
-        self.record = Recorder(model, watchers=(self._random, self._buffers, self._alias, self._leaves))
+        self.record = Recorder(model, watchers=(self._random, self._alias, self._leaves))
         self._random.record = self._alias.record = self.record
         self.elapsed_s = 0.0
         """How long the screened step took; zero until `stop`."""
@@ -219,10 +217,6 @@ class Screen:
         """What was found. A few host syncs, only where something was suspected."""
         return [*self._findings, *self._random.findings(), *self._alias.findings()]
 
-    def rewritten_buffers(self) -> list[RewrittenBuffer]:
-        """Buffers that a recomputation changed once more (for L511)."""
-        return self._buffers.rewritten()
-
 
 def can_screen(model: nn.Module) -> bool:
     """Whether a record of this model shows anything and disturbs nothing: not compiled as a whole, no sharded tensors."""
@@ -242,16 +236,14 @@ class AutopsyGuard(Callback):
         self.report = report
         self.screen_elapsed_s = 0.0
         """What the screened step took, recording included."""
-        self.rewritten_buffers: list[RewrittenBuffer] = []
-        """For L511: buffers that activation checkpointing updated twice in the first step."""
         self._screens = screen
         self._screen: Screen | None = None
         self._record: Recorder | None = None  # of the first step, kept until the second has ended: it holds no tensor
-        self._earlier_backward: int | None = None
-        self._last_backward: int | None = None
+        self._earlier_backward = self._last_backward = self._step_began = 0
 
     def on_step_start(self, state: RunState) -> None:
         """Start the screen in the first step of the run."""
+        self._step_began = _next_node()
         if self._screens:
             self._screens = False
             if can_screen(state.model):
@@ -261,7 +253,7 @@ class AutopsyGuard(Callback):
     def on_backward_start(self, state: RunState) -> None:
         """Note where this graph ends; judge it in the first step."""
         self._earlier_backward = self._last_backward
-        self._last_backward = torch._C._autograd._get_sequence_nr()
+        self._last_backward = _next_node()
         if self._screen is not None and self._screen.running and state.micro_loss is not None:
             self._screen.before_backward(state.micro_loss)
 
@@ -277,7 +269,6 @@ class AutopsyGuard(Callback):
             return
         self._screen, self._record = None, screen.record
         self.screen_elapsed_s = screen.elapsed_s
-        self.rewritten_buffers = screen.rewritten_buffers()
         self.report.extend(screen.findings(), step=state.current_step)
 
     def on_exception(self, state: RunState) -> None:
@@ -294,13 +285,11 @@ class AutopsyGuard(Callback):
             replay=state.replay,
             optimizers=state.optimizers,
             record=record,
-            first_node=self._boundary(),
-            gradients_off_at=getattr(state, "gradients_off_at", None),
+            first_node=max(self._step_began, self._earlier_backward),
+            gradients_off_at=state.gradients_off_at,
             scale=float(state.scaler.get_scale()) if state.scaler is not None else 1.0,
         )
         if finding is not None:
             self.report.add(finding, step=state.current_step, phase="eval" if state.phase == "eval" else "train")
             attach(error, finding)
 
-    def _boundary(self) -> int | None:
-        return self._earlier_backward

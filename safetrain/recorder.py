@@ -29,6 +29,7 @@ _current_graph_task = torch._C._current_graph_task_id
 _current_node = torch._C._current_autograd_node
 
 _CHECKPOINT_CODES: frozenset[CodeType] = frozenset({inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__})
+_READ_NUMBER = torch.ops.aten._local_scalar_dense.default
 _MODULE_CALL: CodeType = nn.Module._call_impl.__code__
 
 _MAX_STACK = 8
@@ -80,7 +81,7 @@ class Op:
 
     __slots__ = (
         "backward_of", "checkpoint", "grad_enabled", "has_inf", "has_nan", "in_backward", "index", "inputs", "module",
-        "name", "next_node", "outputs", "regions", "scalars", "stack", "writes",
+        "name", "next_node", "outputs", "regions", "scalars", "stack", "task", "writes",
     )  # fmt: skip
 
     def __init__(self, index: int, name: str) -> None:
@@ -101,6 +102,8 @@ class Op:
         """Python numbers among the arguments, or the number taken out by `item()`."""
         self.grad_enabled = False
         self.in_backward = False
+        self.task = -1
+        """Which backward, as autograd counts them; -1 outside."""
         self.backward_of: int | None = None
         """In backward: sequence number of the node being run."""
         self.next_node = 0
@@ -200,13 +203,16 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.suspended or any(issubclass(t, FakeTensor) for t in types):
             return func(*args, **kwargs)
+        if func is _READ_NUMBER and not isinstance(args[0], Tensor):
+            return args[0]  # a number that autograd had saved as a tensor arrives as itself; torch cannot read it again
         info = _info_of(func)
         op = Op(len(self.ops), info.name)
         read, written, op.scalars = _arguments(info, args, kwargs)
         frame = sys._getframe(1)
         op.stack, op.checkpoint = _where(frame)
         op.grad_enabled = torch.is_grad_enabled()
-        op.in_backward = _current_graph_task() != -1
+        op.task = _current_graph_task()
+        op.in_backward = op.task != -1
         if op.in_backward:
             node = _current_node()
             op.backward_of = node._sequence_nr() if node is not None else None
@@ -285,6 +291,14 @@ class Recorder(TorchDispatchMode):
         """The operation that made an autograd node, when it was recorded."""
         index = self.op_of_node.get(node._sequence_nr())
         return None if index is None else self.ops[index]
+
+    def nodes_run(self) -> dict[int, int]:
+        """Sequence number of each node that a recorded backward ran → the first backward that did."""
+        run: dict[int, int] = {}
+        for op in self.ops:
+            if op.backward_of is not None:
+                run.setdefault(op.backward_of, op.task)
+        return run
 
     def ancestors(self, start: int) -> Iterator[Op]:
         """The operations that the value made by operation `start` was computed from, `start` included."""

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from safetrain.graph.walk import walk
+
 Condition = Literal["intact", "freed", "changed"]
 
 _fields: dict[type, tuple[str, ...]] = {}
@@ -25,18 +27,8 @@ class SavedTensor:
 
 
 def nodes_of(root: Any, limit: int = 1_000_000) -> list[Any]:
-    """Every node reachable from a `grad_fn`, root first."""
-    seen: set[Any] = set()
-    found: list[Any] = []
-    stack = [root] if root is not None else []
-    while stack and len(found) < limit:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        found.append(node)
-        stack.extend(n for n, _ in node.next_functions if n is not None and n not in seen)
-    return found
+    """Every node reachable from a `grad_fn` (or None)."""
+    return walk([root], limit).nodes
 
 
 def saved_by(node: Any) -> Iterator[SavedTensor]:

@@ -50,6 +50,12 @@ def statement_at(filename: str, line: int) -> ast.stmt | None:
     return best
 
 
+def class_at(filename: str, name: str) -> ast.ClassDef | None:
+    """The definition of a class in a file."""
+    tree = tree_of(filename)
+    return next((n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == name), None) if tree is not None else None
+
+
 def scope_of(node: ast.AST) -> ast.AST:
     """The function around a node, else its module."""
     here = node

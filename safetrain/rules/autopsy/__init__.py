@@ -9,17 +9,15 @@ from safetrain.rules.autopsy.cut import cuts_of, explain_no_graph, explain_non_s
 from safetrain.rules.autopsy.failure import Failure, frames_of, loss_in
 from safetrain.rules.autopsy.inference import explain_inference_tensor
 from safetrain.rules.autopsy.inplace import explain_inplace_modified, explain_leaf_inplace
-from safetrain.rules.autopsy.nonfinite import explain_nonfinite
-from safetrain.rules.autopsy.recompute import BufferWatcher, RandomWatcher, RewrittenBuffer, explain_recompute_mismatch
+from safetrain.rules.autopsy.nonfinite import explain_nonfinite, find_nonfinite_gradients, find_nonfinite_loss
+from safetrain.rules.autopsy.recompute import RandomWatcher, explain_recompute_mismatch
 from safetrain.rules.autopsy.silent_write import LeafWatcher, find_silent_writes
 
 __all__ = [
     "AliasWatcher",
-    "BufferWatcher",
     "Failure",
     "LeafWatcher",
     "RandomWatcher",
-    "RewrittenBuffer",
     "cuts_of",
     "explain_backward_twice",
     "explain_inference_tensor",
@@ -29,6 +27,8 @@ __all__ = [
     "explain_non_scalar",
     "explain_nonfinite",
     "explain_recompute_mismatch",
+    "find_nonfinite_gradients",
+    "find_nonfinite_loss",
     "find_silent_writes",
     "frames_of",
     "loss_in",

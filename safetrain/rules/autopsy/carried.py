@@ -34,9 +34,12 @@ def explain_backward_twice(failure: Failure) -> Finding:
     loss = failure.loss
     nodes = nodes_of(loss.grad_fn) if loss is not None else []
     old = older_nodes(failure, nodes)
-    if nodes and not old and _all_freed(nodes):
-        return _same_loss(failure)
+    again = _other_backward(failure)
+    if nodes and not old and again is not None and _all_freed(nodes):
+        return _same_loss(failure, again)
     carrier = find_carrier(failure, nodes, old)
+    if carrier is None and nodes and _all_freed(nodes):
+        return _same_loss(failure, again)
     if carrier is None:
         return BACKWARD_TWICE.finding(
             "backward ran into a graph that an earlier backward has already freed",
@@ -64,10 +67,12 @@ def explain_backward_twice(failure: Failure) -> Finding:
 
 
 def older_nodes(failure: Failure, nodes: Iterable[Any]) -> set[Any]:
-    """Nodes of the failed graph that were made before the previous backward began."""
-    if failure.first_node is None:
-        return set()
-    return {n for n in nodes if n._sequence_nr() < min(failure.first_node, _LEAF)}
+    """Nodes of the failed graph that were made before the previous backward began, or that a recorded one ran."""
+    first = min(failure.first_node or 0, _LEAF)
+    run = failure.record.nodes_run() if failure.record is not None else {}
+    last = max(run.values(), default=-1)  # the failed backward itself
+    earlier = {number for number, task in run.items() if task < last}
+    return {n for n in nodes if n._sequence_nr() < first or n._sequence_nr() in earlier}
 
 
 def _all_freed(nodes: Iterable[Any]) -> bool:
@@ -75,9 +80,8 @@ def _all_freed(nodes: Iterable[Any]) -> bool:
     return any(verdicts) and not any(v is False for v in verdicts)
 
 
-def _same_loss(failure: Failure) -> Finding:
+def _same_loss(failure: Failure, earlier: SourceLine | None) -> Finding:
     source = failure.source
-    earlier = _other_backward(source)
     also = f"; `{earlier.text}` (line {earlier.line}) had done it" if earlier is not None else ""
     return BACKWARD_TWICE.finding(
         f"this loss was differentiated already{also}, and that freed its graph",
@@ -87,12 +91,23 @@ def _same_loss(failure: Failure) -> Finding:
     )
 
 
-def _other_backward(source: SourceLine | None) -> SourceLine | None:
+def _other_backward(failure: Failure) -> SourceLine | None:
+    """Another `.backward()` of the same name above the failed line, in the same function."""
+    source = failure.source
     statement = syntax.statement_at(source.file, source.line) if source is not None else None
     if source is None or statement is None:
         return None
-    calls = syntax.lines_where(source.file, lambda n: syntax.is_call_of(n, "backward"), inside=syntax.scope_of(statement))
-    return next((call for call in calls if call.line != source.line), None)
+    called = {_caller(n) for n in ast.walk(statement) if syntax.is_call_of(n, "backward")}
+    calls = syntax.lines_where(
+        source.file,
+        lambda n: syntax.is_call_of(n, "backward") and _caller(n) in called,
+        inside=syntax.scope_of(statement),
+    )
+    return next((call for call in calls if call.line < source.line), None)
+
+
+def _caller(call: Any) -> str:
+    return ast.unparse(call.func)
 
 
 def find_carrier(failure: Failure, nodes: list[Any], old: set[Any]) -> Carrier | None:
@@ -101,7 +116,7 @@ def find_carrier(failure: Failure, nodes: list[Any], old: set[Any]) -> Carrier |
     links = {child for n in nodes if n not in old for child, _ in n.next_functions if child in old}
     found = _holding(named, links) or _holding(named, old)
     if found is None and not old:
-        found = _shared(failure, named, nodes)
+        found = _shared(failure, named, nodes) or _free_variable(failure, named, set(nodes))
     if found is not None:
         return Carrier(found.label, found.name, _made_at(failure, found), reassigned=False)
     return _carried_over(failure, named, set(nodes))
@@ -125,6 +140,20 @@ def _shared(failure: Failure, named: list[Named], nodes: list[Any]) -> Named | N
         if held is not None:
             return held
     return None
+
+
+def _free_variable(failure: Failure, named: list[Named], nodes: set[Any]) -> Named | None:
+    """Without a boundary: a value of this graph that the failed function did not make itself (a closure's, a global)."""
+    outside = [
+        n
+        for n in named
+        if n.frame is not None
+        and n.tensor is not failure.loss
+        and n.tensor.grad_fn in nodes
+        and n.frame.f_code.co_name != "<module>"
+        and (n.name in n.frame.f_code.co_freevars or n.label.startswith("global "))
+    ]
+    return outside[0] if outside else None
 
 
 def _carried_over(failure: Failure, named: list[Named], nodes: set[Any]) -> Carrier | None:
@@ -190,7 +219,7 @@ def attribute_store(owner: Any, attribute: str) -> SourceLine | None:
         if filename is None:
             continue
         stores = [s for s in syntax.attribute_stores(filename, attribute) if _in_class(s, kind.__name__)]
-        keeping = [s for s in stores if not _is_reset(s)]
+        keeping = [s for s in stores if not _is_reset(s)] or [s for s in stores if not _in_constructor(s)]
         if keeping:
             line = keeping[-1].lineno
             return SourceLine(filename, line, line_text(filename, line))
@@ -215,13 +244,17 @@ def _in_class(node: Any, name: str) -> bool:
 
 
 def _is_reset(statement: ast.stmt) -> bool:
-    scope = syntax.scope_of(statement)
-    if isinstance(scope, ast.FunctionDef) and scope.name == "__init__":
+    if _in_constructor(statement):
         return True
     value = getattr(statement, "value", None)
     if isinstance(value, ast.Constant):
         return True
     return value is not None and any(syntax.is_call_of(n, "detach", "zeros", "zeros_like", "new_zeros") for n in ast.walk(value))
+
+
+def _in_constructor(statement: ast.stmt) -> bool:
+    scope = syntax.scope_of(statement)
+    return isinstance(scope, ast.FunctionDef) and scope.name == "__init__"
 
 
 def _container_store(filename: str, name: str) -> SourceLine | None:

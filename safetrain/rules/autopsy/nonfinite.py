@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from safetrain.findings import Finding
+from safetrain import syntax
+from safetrain.findings import Finding, SourceLine
 from safetrain.recorder import Op, Recorder
 from safetrain.replay import unchanged
+from safetrain.rules.autopsy.carried import file_of_class
 from safetrain.rules.autopsy.catalogue import NONFINITE_GRAD, NONFINITE_LOSS
+from safetrain.saved import nodes_of, saved_by
 
 _DELIBERATE = frozenset("masked_fill masked_fill_ full full_like fill_ where scalar_tensor lift_fresh new_full index_put_ index_fill_ triu_ triu detach".split())
 """Operations that put an infinity where the user asked for one (attention masks)."""
@@ -28,7 +33,7 @@ def explain_nonfinite(model: nn.Module, replay: Callable[[], Tensor], *, scale: 
             loss = replay()
         weights = _bad_weights(model)
         if not bool(torch.isfinite(loss.detach()).all()):
-            return _loss_finding(record, loss, weights)
+            return _bad_weights_finding(weights) if weights else _loss_finding(record, loss)
         if loss.grad_fn is None or loss.numel() != 1:
             return None
         start = len(record.ops)
@@ -37,19 +42,105 @@ def explain_nonfinite(model: nn.Module, replay: Callable[[], Tensor], *, scale: 
         return _gradient_finding(record, model, start)
 
 
+def find_nonfinite_loss(model: nn.Module, loss: Tensor, record: Recorder | None = None) -> Finding | None:
+    """P211 from the graph of a loss that has not been differentiated yet, where nothing can be run again. Host syncs.
+
+    The first node that saved a NaN (for Inf: an Inf) names the operation; the line comes from `record` if that saw it,
+    else from the one line of the model's classes that calls it. P206 when weights are to blame. None for a finite loss.
+    """
+    value = loss.detach()
+    if bool(torch.isfinite(value).all()):
+        return None
+    weights = _bad_weights(model)
+    if weights:
+        return _bad_weights_finding(weights)
+    wants_nan = bool(torch.isnan(value).any())
+    name, node = _first_bad_node(loss, torch.isnan if wants_nan else torch.isinf)
+    word = "NaN" if wants_nan else "Inf"
+    if name is None:
+        return NONFINITE_LOSS.finding(
+            f"the loss is {word}; nothing that its graph saved is, so the last operations before it made it",
+            op=loss.grad_fn.name() if loss.grad_fn is not None else None,
+            cause="inferred from the graph, not replayed",
+        )
+    maker = record.maker(node) if record is not None and node is not None else None
+    place, module = (maker.source, None) if maker is not None else _where_called(model, name)
+    where = f" on line {place.line}: `{place.text}`" if place is not None else ""
+    inside = f" in {module}" if module else ""
+    return NONFINITE_LOSS.finding(
+        f"the loss is {word}: the first value in its graph that was not finite came from {name}{inside}{where}",
+        source=place,
+        module=module,
+        op=name,
+        cause=f"{name}{inside} gave {word} (inferred from what the graph saved, not replayed)",
+        fix=_remedy_for(name, masked=True),
+    )
+
+
+def _first_bad_node(loss: Tensor, is_bad: Callable[[Tensor], Tensor]) -> tuple[str | None, Any]:
+    """(operation, its node) that made the first bad value: the one that saved it as its result, else the one that fed it."""
+    nodes = sorted(nodes_of(loss.grad_fn), key=lambda n: n._sequence_nr())
+    for node in nodes:
+        bad = [s for s in saved_by(node) if s.tensor is not None and s.tensor.is_floating_point() and bool(is_bad(s.tensor).any())]
+        if not bad:
+            continue
+        if any(s.field in ("result", "output") for s in bad):
+            return _plain_name(node), node
+        makers = [child for child, _ in node.next_functions if child is not None and not hasattr(child, "variable")]
+        maker = max(makers, key=lambda n: n._sequence_nr(), default=node)
+        return _plain_name(maker), maker
+    return None, None
+
+
+def _plain_name(node: Any) -> str:
+    """`softmax` of `SoftmaxBackward0`."""
+    name = re.sub(r"Backward\d*$", "", node.name())
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+def _where_called(model: nn.Module, name: str) -> tuple[SourceLine | None, str | None]:
+    """The only line of the model's own classes that calls an operation of that name, and the class."""
+    found: list[tuple[SourceLine, str]] = []
+    for kind in {type(m) for m in model.modules()}:
+        filename = file_of_class(kind)
+        node = syntax.class_at(filename, kind.__name__) if filename is not None else None
+        if filename is not None and node is not None:
+            found += [(line, kind.__name__) for line in syntax.lines_where(filename, lambda n: syntax.is_call_of(n, name), inside=node)]
+    return found[0] if len(found) == 1 else (None, None)
+
+
+def _bad_weights_finding(weights: list[str]) -> Finding:
+    return NONFINITE_GRAD.finding(
+        f"the loss is not finite because weights are not: first `{weights[0]}` ({len(weights)} in all). A gradient of an earlier "
+        "step was Inf or NaN and was stepped into them",
+        params=weights[:5],
+        op="optimizer.step",
+        cause="non-finite gradients reached the optimizer",
+        fix="go back to a checkpoint with finite weights; step only when `torch.isfinite(clip_grad_norm_(...))`, or train with a gate for it",
+    )
+
+
+def find_nonfinite_gradients(model: nn.Module) -> list[Finding]:
+    """P206 from gradients as they are now: which parameters, in model order. A host sync a parameter."""
+    bad = [n for n, p in model.named_parameters() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+    if not bad:
+        return []
+    return [
+        NONFINITE_GRAD.finding(
+            f"Inf or NaN in the gradients of {len(bad)} parameters, first `{bad[0]}`",
+            params=bad[:5],
+            cause="backward gave Inf or NaN; which operation is not known without a replay",
+            fix="an operation downstream of the last of these has an infinite derivative (sqrt, norm or log at zero, a division): add an epsilon",
+        )
+    ]
+
+
 def _bad_weights(model: nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if p.is_floating_point() and not bool(torch.isfinite(p.detach()).all())]
 
 
-def _loss_finding(record: Recorder, loss: Tensor, weights: list[str]) -> Finding:
+def _loss_finding(record: Recorder, loss: Tensor) -> Finding:
     value = "NaN" if bool(torch.isnan(loss.detach()).any()) else "Inf"
-    if weights:
-        return NONFINITE_LOSS.finding(
-            f"the loss is {value} because the weights are not finite: first `{weights[0]}` ({len(weights)} in all)",
-            params=weights[:5],
-            cause="an earlier step wrote Inf or NaN into the weights",
-            fix="go back to a checkpoint with finite weights; keep non-finite gradients from the optimizer (check_finite, GradScaler)",
-        )
     index = record.producer(loss)
     if index < 0:
         return NONFINITE_LOSS.finding(f"the loss is {value}; it was not computed in the replayed code")
@@ -65,7 +156,7 @@ def _loss_finding(record: Recorder, loss: Tensor, weights: list[str]) -> Finding
         module=module,
         op=first.short_name,
         cause=f"{first.short_name}{inside} gave {'NaN' if first.has_nan else 'Inf'}; {fed}{hint}",
-        fix=_remedy(first, hint),
+        fix=_remedy_for(first.short_name, masked=bool(hint)),
     )
 
 
@@ -98,9 +189,8 @@ def _inputs_were(record: Recorder, op: Op) -> str:
     return "its input was finite"
 
 
-def _remedy(op: Op, hint: str) -> str:
-    name = op.short_name
-    if "softmax" in name and hint:
+def _remedy_for(name: str, *, masked: bool) -> str:
+    if "softmax" in name and masked:
         return "a row that is masked everywhere has no softmax: mask with `torch.finfo(scores.dtype).min` instead of -inf, or skip empty rows"
     if name in ("log", "log2", "log10", "div", "reciprocal", "rsqrt", "sqrt", "pow", "div_", "acos", "asin", "atanh"):
         return f"keep the input of {name} away from its pole: clamp it, or add an epsilon inside"

@@ -1,4 +1,4 @@
-"""G126 and the observation behind L511: a recomputation that draws other numbers, or writes buffers again."""
+"""G126: a recomputation under activation checkpointing that is not the forward over again."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class RandomWatcher(Watcher):
     """Compares the generator's state at each random operation of a recomputation with those of the forward.
 
     Only states are compared (hashed), no values: a recomputation is right when it draws from a state that the forward
-    drew from on the same line. Operations with a generator of their own are left out.
+    drew from in the same module (outside modules: on the same line).
     """
 
     def __init__(self, record: Recorder | None = None) -> None:
         self.record = record
-        self.mismatches: dict[tuple[str, Where | None], tuple[_Draw, Op]] = {}
-        self._draws: dict[tuple[str, Where | None], _Draw] = {}
+        self.mismatches: dict[tuple[str, str | Where | None], _Draw] = {}
+        self._draws: dict[tuple[str, str | Where | None], _Draw] = {}
 
     def before(self, op: Op, info: OpInfo, read: list[Tensor], written: list[Tensor], frame: FrameType) -> None:
         """See the class."""
@@ -43,19 +43,16 @@ class RandomWatcher(Watcher):
         state = _generator_state(read)
         if state is None:
             return
-        key = (op.name, op.where)
+        module = self.record.module_at(frame) if self.record is not None else None
+        key = (op.name, module or op.where)
         if not op.in_backward:
-            draw = self._draws.get(key)
-            if draw is None:
-                module = self.record.module_at(frame) if self.record is not None else None
-                draw = self._draws[key] = _Draw(op, set(), module)
-            draw.states.add(state)
+            self._draws.setdefault(key, _Draw(op, set(), module)).states.add(state)
         elif key in self._draws and state not in self._draws[key].states:
-            self.mismatches.setdefault(key, (self._draws[key], op))
+            self.mismatches.setdefault(key, self._draws[key])
 
     def findings(self) -> list[Finding]:
         """One for each line whose recomputation drew other numbers."""
-        return [_mismatch(draw) for draw, _ in self.mismatches.values()]
+        return [_mismatch(draw) for draw in self.mismatches.values()]
 
 
 def _generator_state(read: list[Tensor]) -> int | None:
@@ -82,74 +79,6 @@ def _mismatch(draw: _Draw) -> Finding:
         cause=f"the generator was not put back before {draw.op.short_name}{line} was recomputed",
         fix="let checkpoint keep the generator: preserve_rng_state=True (the default); a hand-written recomputation must save and restore it",
     )
-
-
-@dataclass(frozen=True, slots=True)
-class RewrittenBuffer:
-    """A buffer that the forward updated and its recomputation updated again."""
-
-    name: str
-    module: str
-    module_class: str
-    where: Where | None
-    """The checkpoint call, or the line of the forward."""
-
-
-class BufferWatcher(Watcher):
-    """Finds buffers that a recomputation changes once more (BatchNorm's running statistics under checkpointing).
-
-    Keeps copies of the buffers that are touched inside backward, for that step. Values are compared, so a layer that
-    holds its statistics still while it is recomputed is not accused.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._buffers: dict[int, tuple[str, nn.Module, str, Tensor]] = {}
-        for path, module in model.named_modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.layout is torch.strided:
-                    key = buffer.untyped_storage()._cdata
-                    self._buffers[key] = (path, module, f"{path}.{name}" if path else name, buffer)
-        self._in_forward: dict[int, Where | None] = {}
-        self._before: dict[int, Tensor] = {}
-
-    def before(self, op: Op, info: OpInfo, read: list[Tensor], written: list[Tensor], frame: FrameType) -> None:
-        """See the class."""
-        if not self._buffers:
-            return
-        touched = written if not _normalises(op.name) else read
-        for tensor in touched:
-            if tensor.layout is not torch.strided:
-                continue
-            key = tensor.untyped_storage()._cdata
-            if key not in self._buffers:
-                continue
-            if not op.in_backward:
-                self._in_forward[key] = op.checkpoint or op.where
-            elif op.grad_enabled and key in self._in_forward and key not in self._before:
-                self._before[key] = self._buffers[key][3].detach().clone()
-
-    def rewritten(self) -> list[RewrittenBuffer]:
-        """Buffers whose value the recomputation changed. A host sync each."""
-        found = []
-        for key, before in self._before.items():
-            path, module, name, buffer = self._buffers[key]
-            if not torch.equal(buffer.detach(), before) and not _compensated(module):
-                found.append(RewrittenBuffer(name, path or "model", type(module).__name__, self._in_forward[key]))
-        return found
-
-
-def _normalises(name: str) -> bool:
-    """Batch norm kernels update running statistics without declaring it."""
-    return "batch_norm" in name and "backward" not in name
-
-
-def _compensated(module: nn.Module) -> bool:
-    """Whether the momentum was chosen so that two updates equal one: 1 - sqrt(1 - m) for a round m."""
-    momentum = getattr(module, "momentum", None)
-    if not isinstance(momentum, float) or not 0 < momentum < 1:
-        return False
-    twice = 1 - (1 - momentum) ** 2
-    return abs(twice - round(twice, 3)) < 1e-9 and abs(momentum - round(momentum, 6)) > 1e-9
 
 
 # ---------------------------------------------------------------------------- errors

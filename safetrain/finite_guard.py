@@ -1,0 +1,82 @@
+"""The guard over finite numbers: a loss or gradient that turns Inf or NaN is traced to where it began."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from safetrain.callbacks.base import Callback
+from safetrain.rules.autopsy import explain_nonfinite, find_nonfinite_gradients, find_nonfinite_loss
+
+if TYPE_CHECKING:
+    from safetrain.findings import Report
+    from safetrain.state import RunState
+
+
+class FiniteGuard(Callback):
+    """P206 and P211, once a run.
+
+    Reads one number of the loss before each backward, and of one small gradient after: that of an early layer, which
+    gets its gradient last, so what went wrong on the way is in it. On CPU these are memory reads (2 µs a step); on
+    other devices they are made on logging steps only. Under loss scaling gradients are left to the scaler.
+    """
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        self._told = False
+        self._probe: weakref.ref[Tensor] | None = None
+
+    def on_backward_start(self, state: RunState) -> None:
+        """Look at the loss."""
+        loss = state.micro_loss
+        if self._told or loss is None or not _may_read(loss, state) or loss.numel() != 1:
+            return
+        value = loss.detach().tolist()
+        number = value if isinstance(value, float) else _only(value)
+        if math.isfinite(number) or (state.scaler is not None and math.isinf(number)):
+            return  # a scaled loss may overflow: the scaler skips that step and scales less
+        self._told = True
+        finding = None
+        if state.replay is not None:
+            finding = explain_nonfinite(state.model, state.replay)
+        finding = finding or find_nonfinite_loss(state.model, loss)
+        if finding is not None:
+            self.report.add(finding, step=state.current_step)
+
+    def on_backward_end(self, state: RunState) -> None:
+        """Look at one gradient."""
+        if self._told or state.scaler is not None:
+            return
+        probe = self._probe() if self._probe is not None else None
+        if probe is None or probe.grad is None:
+            probe = self._choose_probe(state)
+        if probe is None or probe.grad is None or not _may_read(probe.grad, state):
+            return
+        if math.isfinite(probe.grad.detach().sum(dtype=torch.float32).tolist()):
+            return
+        self._told = True
+        finding = None
+        if state.replay is not None and state.batch is not None:
+            finding = explain_nonfinite(state.model, state.replay)
+        findings = [finding] if finding is not None else find_nonfinite_gradients(state.model)
+        self.report.extend(findings, step=state.current_step)
+
+    def _choose_probe(self, state: RunState) -> Tensor | None:
+        early = [p for p in state.model.parameters() if p.grad is not None and not p.grad.is_sparse][:8]
+        probe = min(early, key=lambda p: p.numel(), default=None)
+        self._probe = weakref.ref(probe) if probe is not None else None
+        return probe
+
+
+def _may_read(tensor: Tensor, state: RunState) -> bool:
+    return tensor.device.type == "cpu" or state.is_logging_step
+
+
+def _only(value: object) -> float:
+    while isinstance(value, list):
+        value = value[0]
+    return float(value)  # type: ignore[arg-type]

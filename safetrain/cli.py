@@ -298,7 +298,12 @@ def _declare_verify_resume(parser: argparse.ArgumentParser) -> None:
 
 
 def _verify_resume(args: argparse.Namespace) -> int:
-    raise NotImplementedError
+    from safetrain import config_file
+    from safetrain.verify_resume import verify
+
+    report = verify(config_file.load(args.file, args.overrides), args.at)
+    print(report)
+    return EXIT_OK if report.exact else EXIT_FAILED
 
 
 def _rules(args: argparse.Namespace) -> int:

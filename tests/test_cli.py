@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from safetrain import cli
-from safetrain.cli import EXIT_OK, EXIT_REFUSED, VERBS, main
+from safetrain.cli import EXIT_FAILED, EXIT_OK, EXIT_REFUSED, VERBS, main
 
 TRAINER = """
 import torch
@@ -186,9 +186,22 @@ def test_validate_builds_and_writes_nothing(folder: Path, capsys: pytest.Capture
     assert main(["validate", "toy.yaml", "optim.name=Adan"]) == EXIT_REFUSED
 
 
+@pytest.mark.slow
 def test_verify_resume_proves_it_for_a_users_own_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify-resume", "toy.yaml", "--at", "3", "loop.max_steps=6"]) == EXIT_OK
-    assert "3" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("exact: stopped after step 3")
+
+
+@pytest.mark.slow
+def test_verify_resume_names_what_a_run_does_not_save(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    forgetful = TRAINER.replace(
+        "x, y = batch\n", "x, y = batch\n        self.scale = getattr(self, 'scale', 1.0) * 0.9\n"
+    ).replace("(self.model(x), y)", "(self.model(x), y) * self.scale")
+    (folder / "forgetful.py").write_text(forgetful)
+    command = ["verify-resume", "toy.yaml", "--at", "3", "loop.max_steps=6", "trainer=forgetful.py:Toy"]
+    assert main(command) == EXIT_FAILED
+    told = capsys.readouterr().out
+    assert told.startswith("not exact") and "first: " in told and "attribute of the trainer" in " ".join(told.split())
 
 
 # ---------------------------------------------------------------------------------------------- errors

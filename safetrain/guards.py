@@ -8,6 +8,8 @@ off, and hands the findings to the `Report`. Guards hold no tensor and nothing t
 | RetentionGuard | backward start, step end, evaluation | G101 G103 G105 G106 G107 G110 |
 | WasteGuard | backward start, step end | G102 G104 G105 G108 |
 | FunctionGuard | backward start | G106 G111 G112 |
+| AutopsyGuard | the first step, exceptions | G121–G129 |
+| FiniteGuard | backward start and end | P206 P211 |
 
 Other families add theirs to `default_guards`.
 """
@@ -23,8 +25,10 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from safetrain.autopsy import AutopsyGuard
 from safetrain.callbacks.base import Callback
 from safetrain.findings import Finding, Report, SourceLine
+from safetrain.finite_guard import FiniteGuard
 from safetrain.graph import (
     Census,
     Mark,
@@ -52,10 +56,19 @@ from safetrain.syntax import statement_at
 
 def default_guards(report: Report) -> list[Callback]:
     """The guards of a run, in the order in which they hear of each event. They report to `report`."""
+    from safetrain.autopsy import AutopsyGuard
+    from safetrain.finite_guard import FiniteGuard
+    from safetrain.gradient_guards import gradient_guards
+    from safetrain.loop_guards import loop_guards
+
     return [
+        AutopsyGuard(report),
+        FiniteGuard(report),
         RetentionGuard(report),
         WasteGuard(report),
         FunctionGuard(report),
+        *gradient_guards(report),
+        *loop_guards(report),
     ]
 
 

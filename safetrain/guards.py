@@ -25,10 +25,8 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from safetrain.autopsy import AutopsyGuard
 from safetrain.callbacks.base import Callback
 from safetrain.findings import Finding, Report, SourceLine
-from safetrain.finite_guard import FiniteGuard
 from safetrain.graph import (
     Census,
     Mark,

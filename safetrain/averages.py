@@ -2,60 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from safetrain.errors import BatchError
 
+_CHUNK = 64  # values added up in their own precision before the sum moves to float64: an addition there costs twice
+
+
+class Average:
+    """The weighted mean of one name."""
+
+    __slots__ = ("_chunk", "_device", "_name", "_pending", "_total", "_weight")
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._name, self._device = name, device
+        total_dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+        self._total = torch.zeros((), dtype=total_dtype, device=device)
+        self._chunk: Tensor | None = None
+        self._pending = 0
+        self._weight: Tensor | float = 0
+
+    def add(self, value: Tensor | float, weight: float) -> None:
+        """Count `value`, a scalar without graph, `weight` times. No host sync."""
+        if isinstance(value, Tensor) and value.ndim:
+            value = self._scalar(value)
+        (self._chunk if self._chunk is not None else self._begin(value)).add_(value, alpha=weight)
+        self._weight += weight
+        self._pending += 1
+        if self._pending == _CHUNK:
+            self._fold()
+
+    def add_sum(self, value_sum: Tensor | float, weight: Tensor | float) -> None:
+        """Count a sum over `weight` items, as `StepOutput.loss_sum` is. No host sync."""
+        (self._chunk if self._chunk is not None else self._begin(value_sum)).add_(value_sum)
+        self._weight = self._weight + weight
+        self._pending += 1
+        if self._pending == _CHUNK:
+            self._fold()
+
+    @property
+    def counted(self) -> bool:
+        """Whether anything was added."""
+        return self._chunk is not None
+
+    def mean(self) -> Tensor:
+        """Scalar, on the device."""
+        self._fold()
+        return self._total / self._weight
+
+    def _begin(self, first: Tensor | float) -> Tensor:
+        dtype = torch.promote_types(first.dtype, torch.float32) if isinstance(first, Tensor) else torch.float32
+        self._chunk = torch.zeros((), dtype=dtype, device=self._device)
+        return self._chunk
+
+    def _fold(self) -> None:
+        if self._chunk is not None and self._pending:
+            self._total.add_(self._chunk)
+            self._chunk.zero_()
+            self._pending = 0
+
+    def _scalar(self, value: Tensor) -> Tensor:
+        if value.numel() != 1:
+            raise BatchError(
+                f"metric `{self._name}` has shape {tuple(value.shape)}; a metric is one number a batch: return "
+                f"`{self._name}.mean()`"
+            )
+        return value.reshape(())
+
 
 class Averages:
-    """Means of scalars by weight (samples, tokens). Nothing syncs but `compute`, which syncs once for all names."""
+    """One `Average` a name; `averages[name]` makes it when it is new."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
-        self._totals: dict[str, Tensor] = {}
-        self._weights: dict[str, Tensor | float] = {}
+        self._by_name: dict[str, Average] = {}
+
+    def __getitem__(self, name: str) -> Average:
+        average = self._by_name.get(name)
+        if average is None:
+            average = self._by_name[name] = Average(name, self._device)
+        return average
 
     def add(self, name: str, value: Tensor | float, weight: Tensor | float) -> None:
-        """Count `value`, a scalar without graph, `weight` times."""
-        if isinstance(value, Tensor) and value.ndim:
-            value = _scalar(name, value)
-        self._count(name, value * weight, weight)
-
-    def add_sum(self, name: str, value_sum: Tensor, weight: Tensor | float) -> None:
-        """Count a sum over `weight` items, as `StepOutput.loss_sum` is."""
-        self._count(name, value_sum, weight)
-
-    def extend(self, name: str, values: Sequence[Tensor], weights: Sequence[float]) -> None:
-        """Count scalars on one device, each by its weight: a fraction of the cost of adding them one by one."""
-        if values:
-            counts = torch.tensor(weights, dtype=self._dtype, device=self._device)
-            total = torch.dot(torch.stack([_scalar(name, v) for v in values]).to(self._dtype), counts)
-            self._count(name, total, float(sum(weights)))
+        """Count `value` `weight` times under `name`; the weight may be a scalar tensor. No host sync."""
+        if isinstance(weight, Tensor):
+            self[name].add_sum(value * weight, weight)
+        else:
+            self[name].add(value, weight)
 
     def compute(self) -> dict[str, float]:
         """The means as numbers: one host sync, however many names."""
-        if not self._totals:
-            return {}
-        means = [total / self._weights[name] for name, total in self._totals.items()]
-        return dict(zip(self._totals, torch.stack(means).tolist(), strict=True))
-
-    def _count(self, name: str, amount: Tensor | float, weight: Tensor | float) -> None:
-        if name not in self._totals:
-            self._totals[name] = torch.zeros((), dtype=self._dtype, device=self._device)
-            self._weights[name] = 0.0
-        self._totals[name].add_(amount)
-        self._weights[name] = self._weights[name] + weight
-
-
-def _scalar(name: str, value: Tensor) -> Tensor:
-    if value.ndim == 0:
-        return value
-    if value.numel() != 1:
-        raise BatchError(
-            f"metric `{name}` has shape {tuple(value.shape)}; a metric is one number a batch: return `{name}.mean()`"
-        )
-    return value.reshape(())
+        counted = {name: average.mean() for name, average in self._by_name.items() if average.counted}
+        return dict(zip(counted, torch.stack(list(counted.values())).tolist(), strict=True)) if counted else {}

@@ -65,11 +65,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def batch_size(batch: Any) -> int:
     """Samples in a batch: the first dimension of its first tensor, 1 when it has none. No host sync."""
-    first = batch
-    while type(first) is tuple or type(first) is list:
-        if not first:
-            return 1
-        first = first[0]
+    first = batch[0] if type(batch) in (tuple, list) and batch else batch
     if not isinstance(first, Tensor):
         first = next(tensors_in(batch), None)
         if first is None:

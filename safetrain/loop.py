@@ -10,6 +10,7 @@ import functools
 import itertools
 import logging
 import math
+import sys
 import tempfile
 import time
 import warnings
@@ -34,10 +35,13 @@ from safetrain.callbacks.base import Callback, Listeners
 from safetrain.compile import CompileOptions
 from safetrain.deferred import DeferredFlag
 from safetrain.errors import BatchError, ConfigError, NonFiniteError
+from safetrain.findings import Report
+from safetrain.guards import default_guards
 from safetrain.loader import EpochLoader
 from safetrain.modules import as_patterns
 from safetrain.settings import check_optimizers, check_settings, needs_closure
 from safetrain.state import RunState
+from safetrain.terminal import Terminal
 from safetrain.weighting import Metrics, Shares, StepOutput, check_loss, unpack
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -157,7 +161,8 @@ class Trainer:
         self.train_loader: EpochLoader | None = None
         self._position: dict[str, Any] | None = None  # in the data, loaded before `fit` named the loader
         self.callbacks = list(callbacks)
-        self.listeners = Listeners(self.callbacks)
+        self.guards, self.strict = guards, strict
+        self._attach_guards(self.state.run_dir)
 
         self._closure_optimizer = next((name for name, opt in named.items() if needs_closure(opt)), None)
         self._autocast: AbstractContextManager[Any] = nullcontext()
@@ -176,6 +181,18 @@ class Trainer:
         self._rates: dict[str, float] = {}  # learning rates that the logged step used
         self._averages: Averages | None = None  # takes metrics on logging steps and in evaluations
         self._weight: Tensor | float = 1.0  # of the micro-batch that runs
+
+    def _attach_guards(self, run_dir: Path | None) -> None:
+        """Guards first, then callbacks. Findings go to `findings.jsonl` of `run_dir`, and to the terminal at once."""
+        import safetrain.rules  # noqa: F401 (fills the catalogue that a policy is checked against)
+
+        guards = self.guards
+        if not isinstance(guards, Mapping) and guards not in ("default", "off"):
+            raise ConfigError(f"guards={guards!r}; it is 'default', 'off' or a policy by rule code")
+        policy = guards if isinstance(guards, Mapping) else {}
+        jsonl = run_dir / "findings.jsonl" if run_dir is not None else None
+        self.report = Report(policy, strict=self.strict, jsonl=jsonl, show=Terminal(sys.stderr).show_loud)
+        self.listeners = Listeners([*(default_guards(self.report) if guards != "off" else ()), *self.callbacks])
 
     # ------------------------------------------------------------------ what a subclass writes
 
@@ -454,7 +471,11 @@ class Trainer:
             state.exception = state.replay = state.batch = state.micro_loss = None
             state.in_step = False
             self.listeners.on_fit_end(state)
+            self.report.close()
+            if self.report.findings:
+                Terminal(sys.stderr).summary(self.report.findings, num_steps=state.step)
         self._save_if_requested()  # a listener may have asked for the end to be saved
+        self.report.raise_if_failed()  # what the end of the run showed
         return state
 
     def _start_run(self, train: Iterable[Any], resume: str | Path | None) -> None:
@@ -544,6 +565,7 @@ class Trainer:
         self.listeners.on_step_end(state)
         if logging_step:
             self._log_step()
+        self.report.raise_if_failed()
         if state.attached_metrics:
             state.attached_metrics = set()
 
@@ -600,18 +622,19 @@ class Trainer:
         before = copy.deepcopy(checkpoint.capture(self))
         limits = ("max_steps", "max_epochs", "max_time", "eval_every", "limit_eval_batches")
         settings = {name: getattr(self, name) for name in limits}
-        run_dir = state.run_dir
+        run_dir, report, listeners = state.run_dir, self.report, self.listeners
         with tempfile.TemporaryDirectory(prefix="safetrain-dry-run-") as folder:
             try:
                 vars(self).update(dict.fromkeys(limits), max_steps=state.step + 1, limit_eval_batches=1)
                 state.run_dir = Path(folder)
+                self._attach_guards(state.run_dir)  # the run to come has its own, which have seen nothing yet
                 self.fit(train, val)
                 numbers = {"train/loss": float(state.loss)} if state.loss is not None else {}
                 numbers |= {f"val/{name}": value for name, value in state.eval_metrics.items()}
                 self.load(self.save(folder))
             finally:
                 vars(self).update(settings)
-                state.run_dir, self.train_loader = run_dir, None
+                state.run_dir, self.report, self.listeners, self.train_loader = run_dir, report, listeners, None
                 self._position = checkpoint.restore(self, before)
         return numbers
 
@@ -654,7 +677,8 @@ class Trainer:
         move = self._move if self._move is not _as_it_is else None
         add_loss = averages["loss"].add
         count = 0
-        for count, batch in enumerate(itertools.islice(loader, self.limit_eval_batches), start=1):
+        for batch in itertools.islice(loader, self.limit_eval_batches):
+            count += 1
             if move is not None:
                 batch = move(batch)
             self._weight = size = size_of(batch)

@@ -395,7 +395,7 @@ def test_optimizers_and_schedules_must_belong_together() -> None:
         Classifier(model, optimizer, {"critic": schedule}, max_steps=1, guards="off")
     with pytest.raises(ConfigError, match="the Trainer needs"):
         Classifier(model, model.parameters(), max_steps=1, guards="off")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="needs a closure"):
+    with pytest.raises(ConfigError, match="which does not go with"):
         Classifier(model, torch.optim.LBFGS(model.parameters()), precision="fp16", max_steps=1, guards="off")
     trainer = Classifier(model, optimizer, max_steps=1, guards="off")
     with pytest.raises(ConfigError, match="no optimizer `critic`; the Trainer has 'main'"):

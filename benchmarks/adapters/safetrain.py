@@ -1,4 +1,4 @@
-"""The bare Trainer: no callbacks, guards off. Joins the peers' harness through BENCH_ADAPTERS (see benchmarks/README.md)."""
+"""The bare Trainer, no callbacks and guards off, for the peers' harness (see benchmarks/README.md)."""
 
 from __future__ import annotations
 

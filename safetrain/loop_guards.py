@@ -67,7 +67,8 @@ class EventGuard(Callback):
         step = state.step
         if not (step < 12 or step % 64 < 4) or state.micro_loss is None:
             return
-        self._weight = rules.loss_weight(state.micro_loss, scaled=state.scaler is not None and state.scaler.is_enabled())
+        scaled = state.scaler is not None and state.scaler.is_enabled()
+        self._weight = rules.loss_weight(state.micro_loss, scaled=scaled, may_sync=state.is_logging_step)
         if not self._any_events:
             self._note_window(state)
 

@@ -76,24 +76,26 @@ class LossWeight:
         return self.factor / self.count if self.count else self.factor
 
 
-def loss_weight(loss: Tensor, *, scaled: bool = False, limit: int = 64) -> LossWeight | None:
+def loss_weight(
+    loss: Tensor, *, scaled: bool = False, may_sync: bool = True, limit: int = 64
+) -> LossWeight | None:
     """Read from a loss's graph how it weighs its elements; None when its shape is not understood.
 
     `scaled`: the outermost factor is a loss scale and does not count. Reads numbers that live on the CPU; counts kept on
-    an accelerator (`ignore_index`, masked means) cost a host sync, so call it on single steps.
+    an accelerator (`ignore_index`, masked means) cost a host sync: without `may_sync` such a loss is not understood.
     """
     node, factor = loss.grad_fn, 1.0
     for depth in range(limit):
         if node is None:
             return None
         name = node.name()
-        reduction = _reduction(node, name)
+        reduction = _reduction(node, name, may_sync)
         if reduction is not None:
             return LossWeight(factor, reduction[1], reduction[0])
         following = [n for n, _ in node.next_functions]
         if name.startswith(("MulBackward", "DivBackward")):
             if not (scaled and depth == 0 and name.startswith("Mul")):
-                number = _scalar(node)
+                number = _scalar(node, may_sync)
                 if number is None:
                     return None
                 factor = factor * number if name.startswith("Mul") else factor / number
@@ -107,14 +109,16 @@ def loss_weight(loss: Tensor, *, scaled: bool = False, limit: int = 64) -> LossW
     return None
 
 
-def _reduction(node: Any, name: str) -> tuple[str, float | None] | None:
+def _reduction(node: Any, name: str, may_sync: bool) -> tuple[str, float | None] | None:
     """(name, elements averaged over or None for a sum) when this node reduces many elements to one."""
     short = name.split("Backward", 1)[0]
     try:
         if short in ("NllLoss", "NllLoss2D"):
             if node._saved_reduction == 2:
                 return short, None
-            return (short, float(node._saved_total_weight)) if node._saved_reduction == 1 else None
+            total = node._saved_total_weight
+            readable = node._saved_reduction == 1 and (may_sync or total.is_cpu)
+            return (short, float(total.tolist())) if readable else None
         if hasattr(node, "_saved_reduction"):
             if node._saved_reduction == 2:
                 return short, None
@@ -128,15 +132,15 @@ def _reduction(node: Any, name: str) -> tuple[str, float | None] | None:
     return None
 
 
-def _scalar(node: Any) -> float | None:
+def _scalar(node: Any, may_sync: bool) -> float | None:
     try:
         other = node._saved_other
     except (RuntimeError, AttributeError):
         return None
     if isinstance(other, (int, float)):
         return float(other) or None
-    if isinstance(other, Tensor) and other.numel() == 1 and not other.requires_grad:
-        return float(other) or None
+    if isinstance(other, Tensor) and other.numel() == 1 and not other.requires_grad and (may_sync or other.is_cpu):
+        return float(other.reshape(()).tolist()) or None
     return None
 
 

@@ -139,8 +139,8 @@ def _scalar(node: Any, may_sync: bool) -> float | None:
         return None
     if isinstance(other, (int, float)):
         return float(other) or None
-    if isinstance(other, Tensor) and other.numel() == 1 and not other.requires_grad and (may_sync or other.is_cpu):
-        return float(other.reshape(()).tolist()) or None
+    if isinstance(other, Tensor) and other.ndim == 0 and not other.requires_grad and (may_sync or other.is_cpu):
+        return float(other.tolist()) or None
     return None
 
 

@@ -42,10 +42,16 @@ class Job:
     val: Iterable[Any] | None
 
 
-def build(config: Config, run_dir: Path | None = None, listeners: Iterable[Callback] = ()) -> Job:
+def build(
+    config: Config,
+    run_dir: Path | None = None,
+    listeners: Iterable[Callback] = (),
+    *,
+    first: Iterable[Callback] = (),
+) -> Job:
     """Build everything a config names. Generators are seeded first (`config.seed`); nothing is written.
 
-    `listeners` come after those of the config.
+    `listeners` come after those of the config, `first` before them.
 
     Raises:
         ConfigError: a setting does not fit what it names. The message has the config key and a remedy.
@@ -77,7 +83,7 @@ def build(config: Config, run_dir: Path | None = None, listeners: Iterable[Callb
         deterministic=config.deterministic,
         compile=None if compiling is None else CompileOptions(**as_mapping(compiling)),
         activation_checkpoint=None if recomputing is None else CheckpointOptions(**as_mapping(recomputing)),
-        callbacks=[*own_listeners, *build_callbacks(config.callbacks), *listeners],
+        callbacks=[*first, *own_listeners, *build_callbacks(config.callbacks), *listeners],
         guards=config.guards,
         strict=config.strict,
         run_dir=run_dir,

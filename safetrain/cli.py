@@ -154,7 +154,6 @@ def _run(args: argparse.Namespace) -> int:
         return _dry_run(config)
     folder = run_dir.choose(config, Path(args.file).stem)
     job, notes = _build(config, folder)
-    run_dir.record(folder, config)
     return _fit(job, notes, folder, resume=None)
 
 
@@ -188,7 +187,6 @@ def _resume(args: argparse.Namespace) -> int:
     config = config_file.load(run_dir.config_of(folder), args.overrides)
     job, notes = _build(config, folder)
     _check_resumable(folder)
-    run_dir.record(folder, config)
     return _fit(job, notes, folder, resume=folder)
 
 
@@ -205,10 +203,11 @@ def _check_resumable(folder: Path) -> None:
 
 def _build(config: Config, folder: Path | None) -> tuple[Job, RunNotes]:
     from safetrain.build import build
+    from safetrain.run_dir import Record
     from safetrain.summary import RunNotes
 
     notes = RunNotes()
-    return build(config, folder, listeners=[notes]), notes
+    return build(config, folder, [notes], first=[Record(config)]), notes
 
 
 def _fit(job: Job, notes: RunNotes, folder: Path, resume: Path | None) -> int:

@@ -127,7 +127,6 @@ class Trainer:
         run_dir: str | Path | None = None,
     ) -> None:
         self.model = model
-        self.device = torch.device(device) if device is not None else _device_of(model)
         self.precision = precision
         self.accumulate = accumulate
         self.clip_norm, self.clip_norm_type, self.clip_value = clip_norm, clip_norm_type, clip_value
@@ -143,6 +142,7 @@ class Trainer:
         self.seed, self.deterministic = seed, deterministic
         check_settings(self)
 
+        self.device = torch.device(device) if device is not None else _device_of(model)
         model.to(self.device)
         if activation_checkpoint is not None:
             if not isinstance(activation_checkpoint, CheckpointOptions):
@@ -475,6 +475,8 @@ class Trainer:
             if self.report.findings:
                 Terminal(sys.stderr).summary(self.report.findings, num_steps=state.step)
         self._save_if_requested()  # a listener may have asked for the end to be saved
+        if self.train_loader is not None:
+            self.train_loader.close()  # its worker processes end with the run
         self.report.raise_if_failed()  # what the end of the run showed
         return state
 

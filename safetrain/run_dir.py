@@ -13,9 +13,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from safetrain.callbacks.base import Callback
 from safetrain.config import Config
 from safetrain.config_file import dump
 from safetrain.errors import CheckpointError, ConfigError
+from safetrain.state import RunState
 
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
@@ -55,6 +57,18 @@ def choose(config: Config, name: str) -> Path:
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"run_dir: cannot write to {path}: no permission in {existing}; choose another: run_dir=…")
     return path
+
+
+class Record(Callback):
+    """Writes config and environment when a fit starts: by then a checkpoint to resume from was found to fit."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def on_fit_start(self, state: RunState) -> None:
+        """Write them to the run directory."""
+        if state.run_dir is not None:
+            record(state.run_dir, self._config)
 
 
 def record(path: Path, config: Config) -> None:

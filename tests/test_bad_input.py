@@ -215,7 +215,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Any], list[str], list[str]]] = {
     "resume of nothing": (lambda f: None, ["resume", "runs/gone"], ["no run folder runs/gone"]),
     "resume of a folder that is no run": (lambda f: (f / "other").mkdir(), ["resume", "other"], ["other holds no config.yaml"]),
     "resume of a run without checkpoint": (lambda f: (f / "r").mkdir() or shutil.copy(f / "toy.yaml", f / "r" / "config.yaml"), ["resume", "r"], ["r", "checkpoint"]),
-    "unknown rule to explain": (lambda f: None, ["explain", "G1O1"], ["no rule G1O1", "did you mean G101?"]),
+    "unknown rule to explain": (lambda f: None, ["explain", "graph-retaind"], ["no rule graph-retaind", "did you mean graph-retained?"]),
 }  # fmt: skip
 
 

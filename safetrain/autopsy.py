@@ -37,6 +37,7 @@ from safetrain.rules.autopsy import (
     explain_non_scalar,
     explain_nonfinite,
     explain_recompute_mismatch,
+    find_recompute_differences,
     find_silent_writes,
     frames_of,
     loss_in,
@@ -115,9 +116,18 @@ def explain(
         gradients_off_at=gradients_off_at,
         frames=frames,
     )
-    if record is None and replay is not None and explainer in _WORTH_A_REPLAY:
+    if record is not None and failure.loss is not None and not _covers(record, failure.loss):
+        failure.record = None
+    if failure.record is None and replay is not None and explainer in _WORTH_A_REPLAY:
         return _replayed(failure, explainer, replay)
     return explainer(failure)
+
+
+def _covers(record: Recorder, loss: Tensor) -> bool:
+    """Whether a loss was made during the record."""
+    if loss.grad_fn is None:
+        return record.producer(loss) >= 0
+    return record.maker(loss.grad_fn) is not None
 
 
 def _replayed(failure: Failure, explainer: Callable[[Failure], Finding], replay: Callable[[], Tensor]) -> Finding:
@@ -139,7 +149,7 @@ def _replayed(failure: Failure, explainer: Callable[[Failure], Finding], replay:
         mine = loss if loss is not None else failure.loss
         shown = loss is None or _shows(explainer, loss)
         if shown and mine is not None:
-            failure.record, failure.loss, failure.replayed = record, mine, True
+            failure.record, failure.loss = record, mine
         if explainer is explain_no_graph and not shown:
             torch.set_grad_enabled(False)
         return explainer(failure)
@@ -215,7 +225,8 @@ class Screen:
 
     def findings(self) -> list[Finding]:
         """What was found. A few host syncs, only where something was suspected."""
-        return [*self._findings, *self._random.findings(), *self._alias.findings()]
+        recomputed = self._random.findings() or find_recompute_differences(self.record)
+        return [*self._findings, *recomputed, *self._alias.findings()]
 
 
 def can_screen(model: nn.Module) -> bool:
@@ -279,16 +290,21 @@ class AutopsyGuard(Callback):
         record = self._record
         if error is None or not can_explain(error):
             return
-        finding = explain(
-            error,
-            model=state.model,
-            replay=state.replay,
-            optimizers=state.optimizers,
-            record=record,
-            first_node=max(self._step_began, self._earlier_backward),
-            gradients_off_at=state.gradients_off_at,
-            scale=float(state.scaler.get_scale()) if state.scaler is not None else 1.0,
-        )
+        try:
+            finding = explain(
+                error,
+                model=state.model,
+                replay=state.replay,
+                optimizers=state.optimizers,
+                record=record,
+                first_node=max(self._step_began, self._earlier_backward),
+                gradients_off_at=state.gradients_off_at,
+                scale=float(state.scaler.get_scale()) if state.scaler is not None else 1.0,
+            )
+        except Exception:
+            # The run has failed of something else: that error must reach the user, not ours.
+            _log.warning("safetrain could not explain %s", type(error).__name__, exc_info=True)
+            return
         if finding is not None:
             self.report.add(finding, step=state.current_step, phase="eval" if state.phase == "eval" else "train")
             attach(error, finding)

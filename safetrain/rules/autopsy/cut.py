@@ -264,7 +264,8 @@ def explain_non_scalar(failure: Failure) -> Finding:
     if loss is not None and failure.record is not None:
         index = failure.record.producer(loss)
         made_by = failure.record.ops[index] if index >= 0 else None
-        source = (made_by.source if made_by is not None and failure.replayed else None) or source
+        if made_by is not None and (source is None or "backward(" not in source.text):
+            source = made_by.source  # a trainer called backward: the line that made the loss is the one to change
     shape = f" of shape {list(loss.shape)}" if loss is not None else ""
     op = made_by.short_name if made_by else loss.grad_fn.name() if loss is not None and loss.grad_fn is not None else None
     return NON_SCALAR.finding(

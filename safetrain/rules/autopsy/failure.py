@@ -29,7 +29,6 @@ class Failure:
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
     record: Recorder | None = None
     """Operations of the failed step, recorded live or in a replay."""
-    replayed: bool = False
     loss: Tensor | None = None
     first_node: int | None = None
     """Autograd's counter when the failed step (or this backward's forward) began: older nodes are of earlier steps."""
@@ -77,6 +76,11 @@ class Failure:
         return any(name == known for known, _ in self.model.named_buffers())
 
 
+def names_in(frame: FrameType) -> dict[str, Any]:
+    """The local names of a frame of the failed run. Also where a function reads `locals()` itself: nothing runs on."""
+    return frame_locals(frame) or dict(frame.f_locals)
+
+
 def frames_of(error: BaseException) -> list[tuple[FrameType, int]]:
     """(frame, line) of an exception's traceback, outermost first, the calls above the handler included."""
     frames: list[tuple[FrameType, int]] = []
@@ -108,7 +112,7 @@ def loss_in(frames: Sequence[tuple[FrameType, int]]) -> Tensor | None:
         code = frame.f_code
         key = (code.co_filename.replace("\\", "/").rsplit("/", 1)[-1], code.co_name)
         for name in _LOSS_HOLDERS.get(key, ()):
-            value = frame_locals(frame).get(name)
+            value = names_in(frame).get(name)
             if isinstance(value, (list, tuple)) and value:
                 value = value[0]
             if isinstance(value, Tensor):
@@ -136,7 +140,7 @@ def named_tensors(failure: Failure) -> Iterator[Named]:
     seen: set[int] = set()
     for frame, line in failure.user_frames:
         where = f"in {frame.f_code.co_name}()" if frame.f_code.co_name != "<module>" else "of the script"
-        local = frame_locals(frame)
+        local = names_in(frame)
         for name, value in local.items():
             for suffix, tensor in _inside(value):
                 yield Named(tensor, f"local `{name}{suffix}` {where}", name, frame, line)

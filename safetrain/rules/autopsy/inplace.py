@@ -15,9 +15,8 @@ from safetrain.findings import Finding, SourceLine
 from safetrain.recorder import Op, Recorder
 from safetrain.rules.autopsy.carried import file_of_class, find_carrier, older_nodes
 from safetrain.rules.autopsy.catalogue import INPLACE_MODIFIED, LEAF_INPLACE
-from safetrain.rules.autopsy.failure import Failure, tensor_in_message
+from safetrain.rules.autopsy.failure import Failure, names_in, tensor_in_message
 from safetrain.saved import SavedTensor, nodes_of, saved_by
-from safetrain.source import frame_locals
 
 _FIX = "use the out-of-place form there (`x = x + y` for `x += y`, `x.clone()` before the change), or make the change after backward"
 
@@ -187,7 +186,7 @@ def _step_before_backward(failure: Failure, parameter: Tensor) -> tuple[SourceLi
 def _steps_parameter(source: SourceLine, frame: FrameType, parameter: Tensor) -> bool:
     """Whether the object before `.step()` is an optimizer of this parameter; yes where it cannot be looked up."""
     name = _steps_optimizer(source)
-    value = {**frame.f_globals, **frame_locals(frame)}.get(name or "")
+    value = {**frame.f_globals, **names_in(frame)}.get(name or "")
     return _holds(value, parameter) if isinstance(value, Optimizer) else not hasattr(value, "get_last_lr")
 
 
@@ -313,7 +312,7 @@ def _leaf_on_line(failure: Failure) -> tuple[str | None, str | None]:
 def _value_of(node: ast.expr, frame: FrameType) -> Any:
     """What a dotted name stands for in a frame, properties not run; None when it stands for nothing."""
     if isinstance(node, ast.Name):
-        return {**frame.f_globals, **frame_locals(frame)}.get(node.id)
+        return {**frame.f_globals, **names_in(frame)}.get(node.id)
     if isinstance(node, ast.Attribute):
         owner = _value_of(node.value, frame)
         if isinstance(owner, nn.Module):

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import FrameType
+from types import CellType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from safetrain.findings import Finding
+from safetrain.findings import Finding, SourceLine
 from safetrain.recorder import Op, OpInfo, Recorder, Watcher, Where, as_source
 from safetrain.rules.autopsy.catalogue import RECOMPUTE_MISMATCH
-from safetrain.rules.autopsy.failure import Failure
-from safetrain.source import frame_locals
+from safetrain.rules.autopsy.failure import Failure, names_in
 
 
 @dataclass(slots=True)
@@ -90,10 +89,14 @@ def explain_recompute_mismatch(failure: Failure) -> Finding:
     record = failure.record
     difference = _first_difference(record) if record is not None else None
     calls = [op.checkpoint for op in record.ops if op.checkpoint is not None] if record is not None else []
-    source = difference.source if difference is not None else as_source(calls[0]) if calls else failure.source
+    if difference is not None:
+        source = difference.source
+    else:  # the comparison failed while a result was being saved, before the operation itself ran
+        source = _last_recomputed(record) or (as_source(calls[0]) if calls else failure.source)
     kind = "other shapes or dtypes" if "metadata" in failure.text else "another number of tensors"
     what = f"`{name}`" if name else "a checkpointed function"
-    where = f"; the first operation that differs is {difference.short_name} on line {source.line}: `{source.text}`" if difference and source else ""
+    what_differs = difference.short_name if difference is not None else "the one"
+    where = f"; the first operation that differs is {what_differs} on line {source.line}: `{source.text}`" if source else ""
     return RECOMPUTE_MISMATCH.finding(
         f"recomputing {what} in backward saved {kind} than its forward{where}",
         source=source,
@@ -110,7 +113,7 @@ def _checkpointed_module(failure: Failure) -> tuple[nn.Module | None, str | None
     for frame, _ in reversed(failure.frames):
         if not frame.f_code.co_filename.replace("\\", "/").endswith("torch/utils/checkpoint.py"):
             continue
-        local = frame_locals(frame)
+        local = names_in(frame)
         for value in (local.get("frame"), local.get("self"), local.get("ctx"), local.get("gen")):
             module = _module_of(value)
             if module is not None:
@@ -122,30 +125,91 @@ def _checkpointed_module(failure: Failure) -> tuple[nn.Module | None, str | None
 def _module_of(holder: Any) -> nn.Module | None:
     function = getattr(holder, "recompute_fn", None) or getattr(holder, "run_function", None)
     cells = getattr(function, "__closure__", None) or ()
-    for value in (function, *(cell.cell_contents for cell in cells)):
+    for value in (function, *(_content(cell) for cell in cells)):
         target = getattr(value, "__self__", value)
         if isinstance(target, nn.Module):
             return target
     return None
 
 
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the name is not bound yet
+        return None
+
+
+def find_recompute_differences(record: Recorder) -> list[Finding]:
+    """G126 where a recomputation ran other operations than the forward and torch did not notice (same number of saves).
+
+    Only operations on values with a graph count, and no casts or views: autocast may cache those.
+    """
+    op = _first_difference(record)
+    if op is None:
+        return []
+    source = op.source
+    where = f" on line {source.line}: `{source.text}`" if source else ""
+    return [
+        RECOMPUTE_MISMATCH.finding(
+            f"the recomputation under activation checkpointing ran {op.short_name}{where} where the forward had done something else: "
+            "gradients belong to another function than the loss",
+            severity="warning",
+            source=source,
+            op=op.short_name,
+            cause="the checkpointed code did not do the same thing twice (it branches on something that changed)",
+            fix="make the checkpointed code depend on its inputs and parameters only, or leave it out of checkpointing",
+        )
+    ]
+
+
+_UNTOLD = frozenset("detach _to_copy alias t transpose view _unsafe_view expand permute reshape clone empty_like".split())
+
+
 def _first_difference(record: Recorder) -> Op | None:
-    """The first recomputed operation that is not the forward's at the same place of its segment."""
-    segments: dict[Where, list[Op]] = defaultdict(list)
-    for op in record.ops:
-        if not op.in_backward and op.checkpoint is not None:
-            segments[op.checkpoint].append(op)
-    again = [op for op in record.ops if op.in_backward and op.grad_enabled and op.short_name != "detach"]
-    forward = [op for ops in segments.values() for op in ops if op.short_name != "detach"]
-    lines = {(op.name, op.where) for op in forward}
-    for op in again:
-        if (op.name, op.where) not in lines:
-            return op
-    for op in again:
-        matching = [f for f in forward if (f.name, f.where) == (op.name, op.where)]
-        if matching and all([i.shape for i in f.inputs] != [i.shape for i in op.inputs] for f in matching):
-            return op
+    """The first recomputed operation that the forward did not do at that place, over all checkpointed segments."""
+    forward = [op for op in record.ops if op.task == -1 and op.checkpoint is not None and _compares(op)]
+    if not forward:
+        return None  # reentrant checkpoints run their forward without a graph, and hand-written ones are not known
+    kinds = [_kind(op) for op in forward]
+    for again in _recomputations(record):
+        best = max(_common(kinds, start, again) for start in range(len(kinds)))
+        if best < len(again):
+            return again[best]
     return None
+
+
+def _last_recomputed(record: Recorder | None) -> SourceLine | None:
+    again = [op for op in record.ops if op.task != -1 and op.grad_enabled] if record is not None else []
+    return again[-1].source if again else None
+
+
+def _compares(op: Op) -> bool:
+    return op.grad_enabled and op.short_name not in _UNTOLD and any(i.requires_grad for i in op.inputs)
+
+
+def _kind(op: Op) -> tuple[str, tuple[tuple[int, ...], ...]]:
+    return op.name, tuple([i.shape for i in op.inputs])
+
+
+def _recomputations(record: Recorder) -> Iterator[list[Op]]:
+    """Each stretch of operations with gradients on inside one backward: one recomputed segment."""
+    stretch: list[Op] = []
+    for op in record.ops:
+        if op.task != -1 and op.grad_enabled:
+            if _compares(op):
+                stretch.append(op)
+        elif stretch and op.short_name != "detach":  # saving a result detaches it
+            yield stretch
+            stretch = []
+    if stretch:
+        yield stretch
+
+
+def _common(kinds: list[Any], start: int, again: list[Op]) -> int:
+    count = 0
+    while count < len(again) and start + count < len(kinds) and _kind(again[count]) == kinds[start + count]:
+        count += 1
+    return count
 
 
 def _why_different(module: nn.Module | None) -> str:

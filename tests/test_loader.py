@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import multiprocessing
 import random
 import subprocess
 import sys
@@ -412,3 +413,28 @@ def test_config_users_get_a_loader_and_keep_their_own() -> None:
 def test_the_loader_needs_no_torchdata() -> None:
     code = "import safetrain.loader, sys; assert 'torchdata' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_closing_ends_the_workers_and_keeps_the_position() -> None:
+
+    _seed(0)
+    loader = EpochLoader(LOADERS["two workers"]())
+    iterator = loader.start_epoch(0)
+    for _ in range(3):
+        next(iterator)
+    state = loader.state_dict()
+    expected = [next(iterator) for _ in range(3)]
+    _seed(0)
+    loader = EpochLoader(LOADERS["two workers"]())
+    iterator = loader.start_epoch(0)
+    for _ in range(3):
+        next(iterator)
+    del iterator
+    loader.close()
+    assert multiprocessing.active_children() == []
+    assert loader.state_dict()["batches_done"] == 3
+    _seed(99)
+    loader.load_state_dict(state)
+    iterator = loader.start_epoch(0)
+    assert all(torch.equal(next(iterator), batch) for batch in expected)
+    loader.close()

@@ -40,12 +40,14 @@ from safetrain.graph import (
     marks_reached,
     owned_tensors,
     put_mark,
-    reaches_steps,
+    reaches,
     saved_tensors,
     storage_key,
     walk,
 )
 from safetrain.graph.holders import Wanted
+from safetrain.graph.marks import KEY
+from safetrain.graph.walk import is_leaf_node
 from safetrain.rules import functions, graph
 from safetrain.source import user_frame, with_text
 from safetrain.state import RunState
@@ -62,12 +64,15 @@ def default_guards(report: Report) -> list[Callback]:
     return [
         AutopsyGuard(report),
         FiniteGuard(report),
-        RetentionGuard(report),
-        WasteGuard(report),
-        FunctionGuard(report),
+        *retention_guards(report),
         *gradient_guards(report),
         *loop_guards(report),
     ]
+
+
+def retention_guards(report: Report) -> list[Callback]:
+    """Those that watch how long graphs live."""
+    return [RetentionGuard(report), WasteGuard(report), FunctionGuard(report)]
 
 
 class Guard(Callback):
@@ -103,6 +108,7 @@ class RetentionGuard(Guard):
         self._lines: dict[str, tuple[SourceLine | None, SourceLine | None]] = {}
         self._patience = 0
         self._walks = 0
+        self._is_first = True
         self._exceptions: set[int] = set()
         self._evaluation = _Evaluation()
 
@@ -113,6 +119,8 @@ class RetentionGuard(Guard):
         if loss is None:
             return
         put_mark(loss, self._mark)
+        if self._is_first:
+            self._mark_all(loss)
         if sys.exc_info()[1] is not None:
             self._look_at_exception(state)
         if self._marks.alive_before(self._mark.step):
@@ -121,6 +129,7 @@ class RetentionGuard(Guard):
             self._evaluation.differentiated(loss)
 
     def on_step_end(self, state: RunState) -> None:
+        self._is_first = False
         mark = self._mark
         self._census.visit(lambda tensor: put_mark(tensor, mark))
         self._mark = self._marks.new(state.step + 1)
@@ -147,23 +156,29 @@ class RetentionGuard(Guard):
         if self._evaluation.marks:
             self._judge_evaluation(state, at_end=True)
 
+    def _mark_all(self, loss: Tensor) -> None:
+        """The first optimizer step imports so much that the collector moves this step's tensors out of a census' sight."""
+        for node in walk([grad_fn_of(loss)], limit=2_000).nodes:
+            if not is_leaf_node(node):  # a leaf's node is shared by the graphs of all steps
+                node.metadata.setdefault(KEY, self._mark)
+
     # ------------------------------------------------------------------ judging
 
-    def _judge(self, earlier: list[int], state: RunState) -> None:
+    def _judge(self, earlier: list[Mark], state: RunState) -> None:
         self._end_traces()
-        self._growth.update(len(set(earlier)))
+        self._growth.update(len(earlier))
         if len(earlier) < self._patience:
             return
         if self._growth.certain:
             self._report_holders(earlier, state)
         elif self._growth.suspicious:
-            self._search_and_trace(state)
-        elif earlier and earlier[0] == state.step - 3 and self._searches.allow_single():
-            self._report_exception_holder(state)
+            self._search_and_trace(earlier, state)
+        elif earlier and earlier[0].step == state.step - 3 and self._searches.allow_single():
+            self._report_exception_holder(earlier, state)
 
-    def _search_and_trace(self, state: RunState) -> None:
+    def _search_and_trace(self, earlier: list[Mark], state: RunState) -> None:
         """The first look: who holds, and a trace of the coming step for the line that stores there."""
-        for holder in find_holders(reaches_steps(state.step), self._names(state))[:3]:
+        for holder in find_holders(reaches(earlier), self._names(state))[:3]:
             key = holder.root.label + holder.name
             if key in self._lines or len(holder.steps) < 2:
                 continue
@@ -172,37 +187,40 @@ class RetentionGuard(Guard):
                 self._traces.append((key, trace))
             break
 
-    def _report_holders(self, earlier: list[int], state: RunState) -> None:
+    def _report_holders(self, earlier: list[Mark], state: RunState) -> None:
         self._patience = 2 * len(earlier)
-        wanted = reaches_steps(state.step)
+        wanted = reaches(earlier)
         holders = find_holders(wanted, self._names(state))
         if not holders:
-            self._report_cycle(wanted, state)
+            del wanted
+            self._report_cycle(earlier, state)
             return
         files = files_of(state.model)
         windows = [b for h in holders if (b := bound_of(h, files, graph.visible_values())) is not None]
         if windows:
             self._patience = min(max(windows), graph.MAX_WINDOW) + 3
-        at_least = max(2, len(set(earlier)) // 2)
+        at_least = max(2, len(earlier) // 2)
         findings = graph.findings_of(holders[:4], state.model, lines=self._lines, at_least=at_least, told=self._told)
         self.tell(findings, state)
 
-    def _report_exception_holder(self, state: RunState) -> None:
+    def _report_exception_holder(self, earlier: list[Mark], state: RunState) -> None:
         """One graph lives on and on. That is nobody's business, unless a traceback keeps it by accident."""
-        holders = [h for h in find_holders(reaches_steps(state.step - 1), self._names(state)) if h.through_exception]
+        holders = [h for h in find_holders(reaches(earlier), self._names(state)) if h.through_exception]
         self.tell(graph.findings_of(holders[:1], state.model, lines=self._lines, told=self._told), state)
 
-    def _report_cycle(self, wanted: Wanted, state: RunState) -> None:
+    def _report_cycle(self, earlier: list[Mark], state: RunState) -> None:
+        """No name leads to them: do they die by a collection?"""
         if not self._searches.allow_collection():
             return
-        owners, chain = graph.find_cycle(wanted)
+        owners, chain = graph.find_cycle(reaches(earlier))
         if self._is_known_cycle(owners):
             return
-        before = len(self._marks.alive_before(state.step))
         finding = graph.graph_cycle(owners, chain, state.model)
+        count = len(earlier)
         owners.clear()
+        earlier.clear()
         gc.collect()
-        if len(self._marks.alive_before(state.step)) < before:
+        if len(self._marks.alive_before(state.step)) < count:
             self.tell([finding], state)
 
     def _is_known_cycle(self, owners: list[Tensor]) -> bool:
@@ -280,13 +298,7 @@ class _Evaluation:
         """What to look for when something of an evaluation is alive two steps later."""
         self.marks = len(self._alive)
         old = self._alive.alive_before(step + 1 if at_end else step - 1)
-        if not old or self._told:
-            return None
-
-        def wanted(tensor: Tensor) -> frozenset[int]:
-            return frozenset(id(mark) for mark in marks_reached(tensor, 4_000) if mark.kind == "eval")
-
-        return wanted
+        return reaches(old) if old and not self._told else None
 
     def reported(self) -> None:
         self._told = True

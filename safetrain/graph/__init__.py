@@ -3,7 +3,7 @@
 They measure and judge nothing; see `safetrain.rules.graph` for the judges.
 """
 
-from safetrain.graph.holders import Holder, climb, find_holders, graph_owners, reaches_steps
+from safetrain.graph.holders import Holder, climb, find_holders, graph_owners, reaches
 from safetrain.graph.marks import Census, Mark, Marks, grad_fn_of, mark_of, put_mark
 from safetrain.graph.storing import StoreTrace, files_of, storing_line
 from safetrain.graph.walk import (
@@ -45,7 +45,7 @@ __all__ = [
     "pinned",
     "put_mark",
     "reachable_parameters",
-    "reaches_steps",
+    "reaches",
     "saved_tensors",
     "storage_key",
     "storing_line",

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from safetrain.graph import paths
-from safetrain.graph.marks import grad_fn_of
+from safetrain.graph.marks import Mark, grad_fn_of
 from safetrain.graph.roots import Root, gather_roots
 from safetrain.graph.walk import marks_reached, walk
 from safetrain.source import USER, frame_locals, grade
@@ -91,11 +91,12 @@ class Holder:
         )
 
 
-def reaches_steps(before: int, limit: int = 4_000) -> Wanted:
-    """`Wanted` for marked graphs: the steps before `before` that a tensor's graph reaches back into."""
+def reaches(marks: Iterable[Mark], limit: int = 4_000) -> Wanted:
+    """`Wanted` for marked graphs: the steps of those of `marks` that a tensor's graph reaches back into."""
+    own = frozenset(marks)
 
     def wanted(tensor: Tensor) -> frozenset[int]:
-        return frozenset(mark.step for mark in marks_reached(tensor, limit) if mark.step < before and mark.kind == "train")
+        return frozenset(mark.step for mark in marks_reached(tensor, limit) if mark in own)
 
     return wanted
 

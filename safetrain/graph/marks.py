@@ -64,16 +64,17 @@ class Marks:
         self._refs.append(weakref.ref(mark))
         return mark
 
-    def alive_before(self, step: int) -> list[int]:
-        """Steps before `step` with a living graph, oldest first."""
-        living = [ref for ref in self._refs if ref() is not None]
-        self._refs = living
-        steps = []
-        for ref in living:
+    def alive_before(self, step: int) -> list[Mark]:
+        """Marks of steps before `step` whose graph lives, oldest first. Hold them no longer than a call."""
+        living, marks = [], []
+        for ref in self._refs:
             mark = ref()
-            if mark is not None and mark.step < step:
-                steps.append(mark.step)
-        return steps
+            if mark is not None:
+                living.append(ref)
+                if mark.step < step:
+                    marks.append(mark)
+        self._refs = living
+        return marks
 
     def __len__(self) -> int:
         self._refs = [ref for ref in self._refs if ref() is not None]

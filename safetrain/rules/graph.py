@@ -115,7 +115,7 @@ def find_retained_graphs(
     """Who keeps autograd graphs alive now: one finding for each holder, the worst first.
 
     Call it between steps, when no graph should be left. `wanted` says which tensors are of interest and which earlier
-    steps each one keeps (see `graph.reaches_steps`); by default every tensor that carries a graph. `given` are objects
+    steps each one keeps (see `graph.reaches`); by default every tensor that carries a graph. `given` are objects
     to search first, by the names to report; live frames, user modules and global hooks are searched anyway. `lines` maps
     a holder's label to the lines that stored and made what it holds, where a trace saw them. Holders of fewer than
     `at_least` steps are left out. Reads the heap for at most `budget_s` seconds, no host sync.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from safetrain import rng
+from safetrain import __version__, rng
 from safetrain.checkpoint_files import checkpoints, latest, prune, read, read_weights, write
 from safetrain.errors import CheckpointError
 
@@ -165,6 +165,7 @@ def _classes(trainer: Any) -> dict[str, Any]:
 def _versions() -> dict[str, str]:
     numpy = sys.modules.get("numpy")
     return {
+        "safetrain": __version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         **({"numpy": str(numpy.__version__)} if numpy is not None else {}),

@@ -7,6 +7,7 @@ steps and the sparse steps of `is_sample`.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Mapping
@@ -272,6 +273,9 @@ class MissingGradientGuard(Callback):
         self._joined: set[int] = set()
         self._look_at = 3
         self._looked_for_terms = False
+        self._arrivals: list[torch.utils.hooks.RemovableHandle] = []
+        self._arrived: set[str] = set()
+        self._explained: set[SourceLine | None] = set()
 
     def on_backward_start(self, state: RunState) -> None:
         if not self._looked_for_terms and state.step < 2:
@@ -292,6 +296,8 @@ class MissingGradientGuard(Callback):
 
     def on_step_end(self, state: RunState) -> None:
         look = self._watch.finished
+        if self._arrivals:
+            self._unhook()
         if look is not None:
             self._take(look, state)
         if not self._pending:
@@ -308,7 +314,11 @@ class MissingGradientGuard(Callback):
         if due:
             self._tell(due, state)
 
+    def on_exception(self, state: RunState) -> None:
+        self._unhook()
+
     def on_fit_end(self, state: RunState) -> None:
+        self._unhook()
         due = [name for name, (_, since, _) in self._pending.items() if state.step - since + 1 >= self._min]
         if due:
             self._tell(due, state)
@@ -330,17 +340,34 @@ class MissingGradientGuard(Callback):
 
     def _wait_for(self, verdict: WhyNoGradient | None) -> int:
         if verdict is None or verdict.cut is None:
-            return self._patience if verdict is None or verdict.kind != "backward_gave_none" else 3
+            return self._patience if verdict is None or verdict.kind != "backward_gave_none" else 5
         return 2 if verdict.cut.kind in _HARD_CUTS or verdict.cut.op == "data" else self._soft
 
     def _take(self, look: PathLook, state: RunState) -> None:
         if look.saw_a_loss:
             known = set(look.names)
             self._verdicts.update({name: look.why(name) for name in self._pending if name in known})
+            self._watch_arrivals()
         cuts = {id(v.cut) for v in self._verdicts.values() if v.cut is not None}
-        explained = {t.source for t in look.terms if id(t.cut) in cuts}  # a constant term because P201: one fault
-        terms = [t for t in look.terms if t.source not in explained]
+        self._explained.update(t.source for t in look.terms if id(t.cut) in cuts)  # constant because of P201: one fault
+        terms = [t for t in look.terms if t.source not in self._explained]
         self._report.extend(rules.find_constant_terms(terms), step=max(1, state.step))
+
+    def _watch_arrivals(self) -> None:
+        """Reached by the graph and without gradient: did backward give none, or was it cleared before the step?"""
+        for name, verdict in self._verdicts.items():
+            tensor = self._pending[name][0]() if name in self._pending else None
+            if verdict.kind == "backward_gave_none" and tensor is not None:
+                self._arrivals.append(tensor.register_hook(functools.partial(_note_arrival, self._arrived, name)))
+
+    def _unhook(self) -> None:
+        for handle in self._arrivals:
+            handle.remove()
+        self._arrivals.clear()
+        for name in self._arrived:
+            self._pending.pop(name, None)
+            self._verdicts.pop(name, None)
+        self._arrived.clear()
 
     def _tell(self, names: list[str], state: RunState) -> None:
         since = {n: self._pending[n][1] for n in names}
@@ -590,6 +617,11 @@ class StaleGradientGuard(Callback):
             tensor = held.tensor
             if tensor is not None and tensor.grad is not None:
                 self._probes.setdefault(coverage.owner[id(tensor)], (held.name, held.ref))
+
+
+def _note_arrival(arrived: set[str], name: str, grad: Tensor) -> None:
+    """Hook of a parameter: backward brought it a gradient."""
+    arrived.add(name)
 
 
 def _plain(tensor: Tensor) -> bool:

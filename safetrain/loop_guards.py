@@ -1,7 +1,8 @@
 """Guards over the loop itself: thin listeners that feed the judges of `rules.loop` and `rules.precision`.
 
-`EventGuard` judges foreign loops from their events. The others watch facts that any loop can get wrong, the Trainer's
-too: BatchNorm's statistics, modes, compilation, loss scaling, kept snapshots.
+Drivers of foreign loops hand their events to the judges themselves (`loop_judges`, `precision_judges`). The guards here
+watch facts that any loop can get wrong, the Trainer's too: how losses weigh, BatchNorm's statistics, modes, compilation,
+loss scaling, kept snapshots. Their `see` takes an event too, and returns nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from safetrain.callbacks.base import Callback
-from safetrain.findings import Finding, Report, SourceLine
+from safetrain.findings import Report, SourceLine
 from safetrain.gradient_guards import is_sample
 from safetrain.reading import find_method_call
 from safetrain.rules import loop as rules
@@ -31,65 +32,48 @@ if TYPE_CHECKING:
 Holders = Callable[[], Iterable[tuple[str, Any]]]
 
 
-class EventGuard(Callback):
-    """A301, A302, A305–A307, L501, L503, L504, L509, L510, L512, P209 and P213 of a foreign loop.
+class LossWeightGuard(Callback):
+    """L503 wherever micro-batches are weighed by their means over unequal counts, and the weights that `Windows` judges.
 
-    The driver hands each event to `see`, in order. How a loss weighs its elements is read from its graph at the backwards
-    of the first steps and of every 64th; in the Trainer, which weighs by itself, that alone is judged.
+    How a loss weighs its elements is read from its graph in the first steps and in every 64th. In a foreign loop each
+    weight goes with its "backward" event (`see`, before the judges get it); in the Trainer it is judged here.
     """
 
     def __init__(self, report: Report) -> None:
         self._report = report
-        self._judges = [*rules.loop_judges(), *precision.precision_judges()]
-        self._skips = precision.SkipRecord()
-        self._scale: float | None = None
-        self._step = 1
         self._weight: rules.LossWeight | None = None
         self._window: list[rules.LossWeight] = []
         self._uneven = 0
         self._any_events = False
 
     def see(self, event: LoopEvent) -> None:
-        """Judge the next event of a foreign loop."""
+        """Put the weight of the loss into its event."""
         self._any_events = True
-        self._step = event.step
         if event.kind == "backward":
-            event.data.setdefault("weight", self._weight)
+            event.data["weight"] = self._weight
             self._weight = None
-        elif event.kind == "scaler_update":
-            self._scale = event.data.get("scale")
-        elif event.kind == "scaler_step":
-            self._add(self._skips.add(event.step, bool(event.data.get("taken")), self._scale))
-        for judge in self._judges:
-            self._add(judge.see(event))
 
     def on_backward_start(self, state: RunState) -> None:
         step = state.step
         if not (step < 12 or step % 64 < 4) or state.micro_loss is None:
             return
-        scaled = state.scaler is not None and state.scaler.is_enabled()
-        self._weight = rules.loss_weight(state.micro_loss, scaled=scaled, may_sync=state.is_logging_step)
-        if not self._any_events:
-            self._note_window(state)
-
-    def _note_window(self, state: RunState) -> None:
-        if self._weight is not None and self._weight.count:
+        # Only foreign loops hand over a loss that was scaled already.
+        scaled = self._any_events and state.scaler is not None and state.scaler.is_enabled()
+        self._weight = rules.loss_weight(state.micro_loss, scaled=scaled)
+        if not self._any_events and self._weight is not None and self._weight.count:
             self._window.append(self._weight)
 
     def on_step_end(self, state: RunState) -> None:
-        if len(self._window) >= 2:
-            weights = [w.per_element for w in self._window]
-            if max(weights) >= 1.25 * min(weights) > 0:
-                self._uneven += 1
-                if self._uneven == 2:
-                    counts = [w.count or 0.0 for w in self._window]
-                    self._add([rules.uneven_finding(self._window[0].reduction, counts, max(weights) / min(weights))])
-        self._window.clear()
-        self._step = state.current_step
-
-    def _add(self, findings: Iterable[Finding]) -> None:
-        for finding in findings:
-            self._report.add(finding, step=max(1, self._step), phase=finding.phase)
+        window, self._window = self._window, []
+        if len(window) < 2:
+            return
+        weights = [w.per_element for w in window]
+        if max(weights) >= 1.25 * min(weights) > 0:
+            self._uneven += 1
+            if self._uneven == 2:
+                counts = [w.count or 0.0 for w in window]
+                finding = rules.uneven_finding(window[0].reduction, counts, max(weights) / min(weights))
+                self._report.add(finding, step=max(1, state.step))
 
 
 class BatchNormGuard(Callback):
@@ -109,7 +93,7 @@ class BatchNormGuard(Callback):
         self._lines: dict[str, SourceLine | None] = {}
         self._handles: list[RemovableHandle] = []
         self._marks: rules.BufferMarks | None = None
-        self._frozen_hits: dict[str, int] = {}
+        self._marked_at = 0
         self._micro_step = 0
         self._small = 0
         self._batch_size: int | None = None
@@ -133,24 +117,24 @@ class BatchNormGuard(Callback):
     def on_backward_start(self, state: RunState) -> None:
         if self._norms and is_sample(state.current_step):
             live = self._live()
-            self._before = {n: m.running_mean._version for n, m in live if m.training and m.running_mean is not None}
-            self._values = {n: m.running_mean.clone() for n, m in live if n in self._suspects and m.running_mean is not None}
+            self._before = {n: m.num_batches_tracked._version for n, m in live if m.training and _tracks(m)}
+            self._values = {n: m.running_mean.clone() for n, m in live if n in self._suspects and _tracks(m)}
 
     def on_backward_end(self, state: RunState) -> None:
         if not self._norms:
             return
         if self._before:
             self._judge_recompute(state)
-        if is_sample(state.current_step) and self._marks is None:
-            self._marks = rules.mark_buffers(self._live(), state.model)
+        step = state.current_step
+        if self._marks is not None and step > self._marked_at:
+            self._judge_frozen(state, self._marks)
+        if (step == 1 or is_sample(step)) and self._marks is None:
+            self._marks, self._marked_at = rules.mark_buffers(self._live(), state.model), step
 
     def on_step_end(self, state: RunState) -> None:
         if not self._norms:
             return
         self._judge_batch(state)
-        marks = self._marks
-        if marks is not None and marks.frozen and not is_sample(state.step):
-            self._judge_frozen(state, marks)
 
     def on_fit_end(self, state: RunState) -> None:
         self._unhook()
@@ -173,7 +157,7 @@ class BatchNormGuard(Callback):
         before, self._before = self._before, {}
         values, self._values = self._values, {}
         live = dict(self._live())
-        moved = {n for n, v in before.items() if n in live and live[n].running_mean is not None and live[n].running_mean._version != v}
+        moved = {n for n, v in before.items() if n in live and _tracks(live[n]) and live[n].num_batches_tracked._version != v}
         proved = [n for n in moved & values.keys() if n not in self._told and not torch.equal(values[n], live[n].running_mean)]
         self._suspects |= moved - self._told
         if proved and (not self._handles or self._lines):
@@ -203,8 +187,8 @@ class BatchNormGuard(Callback):
             key = finding.module or ""
             if key not in self._told:
                 self._told.add(key)
-                finding.first_step = max(1, state.step - 1)
-                self._report.add(finding, step=max(1, state.step))
+                finding.first_step = self._marked_at
+                self._report.add(finding, step=state.current_step)
 
     def _judge_batch(self, state: RunState) -> None:
         micro_batches = state.micro_step - self._micro_step
@@ -254,7 +238,7 @@ class ModeGuard(Callback):
         self._told: set[str] = set()
 
     def see(self, event: LoopEvent) -> None:
-        """Events are judged by `EventGuard`; then this guard leaves them to it."""
+        """Where there are events, their judges see more than this guard, which then leaves it to them."""
         self._any_events = True
 
     def on_fit_start(self, state: RunState) -> None:
@@ -355,6 +339,7 @@ class ScalerGuard(Callback):
         self._skips = precision.SkipRecord()
         self._skipped = 0
         self._hits = 0
+        self._scale: float | None = None
         self._source: SourceLine | None = None
         self._any_events = False
 
@@ -363,6 +348,11 @@ class ScalerGuard(Callback):
         self._any_events = True
         if event.kind == "scale":
             self._source = event.source
+        elif event.kind == "scaler_update":
+            self._scale = event.data.get("scale")
+        elif event.kind == "scaler_step":
+            found = self._skips.add(event.step, bool(event.data.get("taken")), self._scale)
+            self._report.extend(found, step=max(1, event.step))
 
     def on_backward_start(self, state: RunState) -> None:
         scaler, loss = state.scaler, state.micro_loss
@@ -410,6 +400,10 @@ class SnapshotGuard(Callback):
                 self._seen[path] = (key, state.step)
 
 
+def _tracks(norm: Any) -> bool:
+    return isinstance(norm.running_mean, Tensor) and isinstance(norm.num_batches_tracked, Tensor)
+
+
 def _is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
@@ -417,7 +411,7 @@ def _is_compiled(module: nn.Module) -> bool:
 def loop_guards(report: Report, *, holders: Holders | None = None) -> list[Callback]:
     """The guards of this file. `holders` gives the (name, object) pairs in which kept snapshots are looked for."""
     guards: list[Callback] = [
-        EventGuard(report),
+        LossWeightGuard(report),
         BatchNormGuard(report),
         ModeGuard(report),
         CompileGuard(report),

@@ -438,6 +438,7 @@ class ModeLeft:
 
     def __init__(self) -> None:
         self._train_seen = False
+        self._train_called: set[Any] = set()
         self._eval_call: LoopEvent | None = None
         self._in_eval = False
         self._hits = 0
@@ -447,10 +448,13 @@ class ModeLeft:
     def see(self, event: LoopEvent) -> Iterator[Finding]:
         """Take the next event."""
         kind, data = event.kind, event.data
-        if kind == "train_mode" and data.get("root"):
-            self._train_seen, self._eval_call, self._in_eval = True, None, False
+        if kind == "train_mode":
+            self._train_called.add(data.get("module_id"))  # before its first forward nobody knows that it is a model
+            if data.get("root"):
+                self._train_seen, self._eval_call, self._in_eval = True, None, False
         elif kind == "eval_mode" and data.get("root"):
             self._eval_call = event
+            self._train_seen |= data.get("module_id") in self._train_called
         elif kind == "backward":
             self._in_eval = bool(data.get("grad_mode_eval"))
         elif kind == "optimizer_step":
@@ -627,10 +631,10 @@ def mark_buffers(norms: Sequence[tuple[str, nn.Module]], model: nn.Module) -> Bu
     """Where the statistics of BatchNorm layers in train mode stand, and the frozen modules around them. No host sync."""
     marks = BufferMarks()
     for name, norm in norms:
-        mean = norm.running_mean
-        if not norm.training or mean is None:
+        tracked = norm.num_batches_tracked  # the statistics are written below autograd, which counts no version there
+        if not norm.training or not isinstance(tracked, Tensor):
             continue
-        marks.norms[name] = mean._version
+        marks.norms[name] = tracked._version
         top = _frozen_around(model, name)
         if top is not None:
             marks.frozen[name] = tuple(p._version for p in _module(model, top).parameters())
@@ -646,9 +650,9 @@ def find_frozen_but_moving(model: nn.Module, norms: Sequence[tuple[str, nn.Modul
     for name, norm in norms:
         versions = before.frozen.get(name)
         top = _frozen_around(model, name)
-        if versions is None or top is None or not norm.training or norm.running_mean is None:
+        if versions is None or top is None or not norm.training or not isinstance(norm.num_batches_tracked, Tensor):
             continue
-        if norm.running_mean._version == before.norms.get(name):
+        if norm.num_batches_tracked._version == before.norms.get(name):
             continue
         if tuple(p._version for p in _module(model, top).parameters()) == versions:
             by_top[top].append(name)

@@ -15,6 +15,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import traceback
 import types
 from collections.abc import Callable, Sequence
@@ -26,8 +27,9 @@ from safetrain import launch
 from safetrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from safetrain.findings import Report
-    from safetrain.observe import Observer
+    from safetrain.findings import Finding
+    from safetrain.terminal import Terminal
+    from safetrain.watching import Watch
 
 _LEVELS = ("note", "warning", "error")
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -102,10 +104,11 @@ class Session:
     def __init__(self, options: Options, stream: TextIO) -> None:
         self.options = options
         self.stream = stream
-        self.observer: Observer | None = None
-        self.report: Report | None = None
+        self.watch: Watch | None = None
         self._pid = os.getpid()
         self._reported = False
+        self._terminal: Terminal | None = None
+        self._progress: _Progress | None = None
         self._trouble: list[str] = []
         self._undo: list[Callable[[], None]] = []
 
@@ -126,14 +129,30 @@ class Session:
         self._on_termination()
 
     def _attach(self) -> None:
-        from safetrain.watching import attach_guards
+        from safetrain.terminal import Terminal
+        from safetrain.watching import Watch
 
-        self.report, self.observer = attach_guards(
+        self._terminal = Terminal(self.stream)
+        self._progress = _Progress(self.stream) if self.stream.isatty() and not self.options.quiet else None
+        self.watch = Watch(
             self.options.rules,
             jsonl=self.options.json,
             max_steps=self.options.steps,
+            show=None if self.options.quiet else self._announce,
+            on_step=self._progress and self._progress.step,
             on_trouble=self._trouble.append,
         )
+
+    def _announce(self, finding: Finding) -> None:
+        """One line as soon as it is known; the whole of it comes at the end."""
+        if finding.severity == "note":
+            return
+        if self._progress is not None:
+            self._progress.erase()
+            self._progress.num_findings += 1
+        where = f" at {finding.source.file}:{finding.source.line}" if finding.source else ""
+        with contextlib.suppress(OSError, ValueError):
+            print(f"safetrain: step {finding.first_step}: {finding.code} {finding.name}{where}", file=self.stream, flush=True)
 
     def _on_exit_without_goodbye(self) -> None:
         """`os._exit` runs no handler at all; workers of the script use it, and must pass."""
@@ -181,8 +200,8 @@ class Session:
             _show_traceback(interrupt)
             interrupted = interrupt
         except BaseException as error:
-            if self.observer is not None:
-                self.observer.failed(error)
+            if self.watch is not None:
+                self.watch.observer.failed(error)
             self.conclude()
             _show_traceback(error)
             code = 1
@@ -200,26 +219,63 @@ class Session:
         self._reported = True
         while self._undo:
             self._undo.pop()()
-        if self.observer is not None:
-            self.observer.finish()
-        if self.report is not None:
-            self.report.close()
+        if self.watch is not None:
+            self.watch.finish()
         with contextlib.suppress(OSError, ValueError):  # the script has closed stdout or stderr
             sys.stdout.flush()
             self._print()
 
     def _fails(self) -> bool:
-        if self.options.fail_on is None or self.report is None:
+        if self.options.fail_on is None or self.watch is None:
             return False
         worst = _LEVELS.index(self.options.fail_on)
-        return any(_LEVELS.index(finding.severity) >= worst for finding in self.report.findings)
+        return any(_LEVELS.index(finding.severity) >= worst for finding in self.watch.report.findings)
 
     def _print(self) -> None:
-        for finding in self.report.findings if self.report else ():
-            print(f"{finding.severity} {finding.code} {finding.name}: {finding.message}", file=self.stream)
+        if self._progress is not None:
+            self._progress.erase()
+        if self.watch is None:
+            if not self.options.quiet:
+                print("safetrain: the script never imported torch, so there was nothing to watch", file=self.stream)
+            return
+        findings, steps = self.watch.report.findings, self.watch.observer.state.step
+        if self._terminal is not None and (findings or not self.options.quiet):
+            self.stream.write("\n")
+            self._terminal.summary(findings, num_steps=steps, checked=self.watch.healthy(), full=True)
+            if not steps:
+                print("  no optimizer step was seen: nothing trained, or not through torch's autograd", file=self.stream)
         for text in self._trouble:
-            print(text, file=self.stream)
+            print(f"safetrain: one of its judges failed and was switched off; the script did not notice.\n{text}", file=self.stream)
         self.stream.flush()
+
+
+class _Progress:
+    """A line on a terminal that says what is watched, now and then; never while another bar is drawn."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.num_findings = 0
+        self._stream = stream
+        self._next = time.monotonic() + 1.0
+        self._shown = False
+
+    def step(self, num_steps: int) -> None:
+        """A step is done."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + 2.0
+        bars = getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", None)
+        if not bars:
+            self._shown = True
+            self._stream.write(f"\r\x1b[Ksafetrain: watching, step {num_steps}, {self.num_findings} found")
+            self._stream.flush()
+
+    def erase(self) -> None:
+        """Take the line off."""
+        if self._shown:
+            self._shown = False
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
@@ -285,6 +341,9 @@ def _strip(error: BaseException | None, seen: set[int]) -> None:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         error.__traceback__ = _without_us(error.__traceback__)
+        notes = getattr(error, "__notes__", None)
+        if notes:  # the report has said it already
+            notes[:] = [note for note in notes if not str(note).startswith("safetrain ")]
         _strip(error.__cause__, seen)
         error = error.__context__
 

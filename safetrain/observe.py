@@ -29,7 +29,6 @@ from safetrain.findings import Finding, SourceLine
 from safetrain.foreign import active_layers, batch_order, checkpoint_parts, loader_facts, target_of
 from safetrain.losses import divisor_of, leaves_of
 from safetrain.naming import find_models, find_optimizer_names, unwrap
-from safetrain.rules.loop import loss_weight
 from safetrain.source import user_line
 from safetrain.state import RunState
 
@@ -97,7 +96,8 @@ class Observer:
     Args:
         callbacks: listeners, in order.
         judges: called with each `LoopEvent` as it is recorded; what they yield goes to `on_finding`.
-        on_finding: receives a judge's finding and the event that led to it.
+        on_finding: receives a judge's finding and its step.
+        on_step: called with the number of steps done, after each.
         max_steps: raise `StopRun` in the loop when so many steps are done.
         on_trouble: receives the traceback of a listener that failed; it is not called again.
     """
@@ -107,8 +107,9 @@ class Observer:
         callbacks: Iterable[Callback] = (),
         *,
         judges: Iterable[EventJudge] = (),
-        on_finding: Callable[[Finding, LoopEvent], None] | None = None,
+        on_finding: Callable[[Finding, int], None] | None = None,
         max_steps: int | None = None,
+        on_step: Callable[[int], None] | None = None,
         on_trouble: Callable[[str], None] | None = None,
     ) -> None:
         self.state = RunState(model=Models(), optimizers={})
@@ -123,9 +124,11 @@ class Observer:
         self._callbacks = list(callbacks)
         self._calls: dict[str, list[Hook]] = {hook: [] for hook in HOOKS}
         self._judges = list(judges)
-        self._on_finding = on_finding or (lambda finding, event: None)
+        self._on_finding = on_finding or (lambda finding, step: None)
         self._on_trouble = on_trouble or (lambda text: None)
+        self._on_step = on_step
         self._max_steps = max_steps
+        self.kinds_seen: set[str] = set()
         self._active = False
         self._muted = False
         self._owner: int | None = None
@@ -311,7 +314,6 @@ class Observer:
                 batch_size=self._last_batch_size,
                 grad_mode_eval=not self._last_training,
                 loss_node=loss.grad_fn.name() if loss.grad_fn is not None else None,
-                weight=loss_weight(loss, scaled=self._scaled_losses > 0) if loss.device.type == "cpu" else None,
             )
             if self._scaled_losses:
                 self._scaled_losses -= 1
@@ -639,6 +641,8 @@ class Observer:
         state.step += 1
         if self.started:
             self._emit("on_step_end")
+        if self._on_step is not None:
+            self._on_step(state.step)
         if self._max_steps is not None and state.step >= self._max_steps:
             raise StopRun(0)
 
@@ -771,10 +775,11 @@ class Observer:
 
     def _tell_judges(self, event: LoopEvent) -> None:
         self.events.append(event)
+        self.kinds_seen.add(event.kind)
         for judge in list(self._judges):
             try:
                 for finding in judge(event) or ():
-                    self._on_finding(finding, event)
+                    self._on_finding(finding, event.step)
             except Exception:
                 self._judges.remove(judge)
                 self._on_trouble(traceback.format_exc())

@@ -2,52 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from safetrain.callbacks.base import Callback
 from safetrain.errors import ConfigError
-from safetrain.findings import RULES, Policy, Report
+from safetrain.findings import RULES, Finding, Policy, Report
 from safetrain.guards import default_guards
+from safetrain.loop_guards import SnapshotGuard
+from safetrain.naming import visible_names
 from safetrain.observe import Observer
 from safetrain.rules.loop import loop_judges
 from safetrain.rules.precision import precision_judges
 
+CHECKED: dict[str, tuple[str, ...]] = {
+    "graphs die with their step": ("G101", "G103", "G104", "G105", "G106", "G107", "G110", "G112"),
+    "every trainable parameter gets a gradient": ("P201", "P207", "G109", "G123", "L506"),
+    "the optimizer holds and moves what trains": ("P202", "P203", "P204", "P205", "P208", "P212"),
+    "gradients are used once and cleared": ("P209", "P213"),
+    "losses and gradients are finite": ("P206", "P211", "A304"),
+    "no write behind autograd's back": ("G122", "G125", "G126", "G127", "G128", "G129", "L511"),
+    "train and eval modes": ("L501", "L512", "L513"),
+}
+"""What every watched run was checked for, in words, with the rules that would have spoken."""
 
-def attach_guards(
-    rules: Sequence[str] = (),
-    *,
-    jsonl: Path | None = None,
-    max_steps: int | None = None,
-    on_trouble: Callable[[str], None] | None = None,
-) -> tuple[Report, Observer]:
-    """Watch every training loop of this process from now on. `rules` selects codes and families; empty means all."""
-    report = Report(policy_for(rules), jsonl=jsonl)
-    guards = _guards(report)
-    judges = [judge.see for judge in (*guards, *loop_judges(), *precision_judges()) if hasattr(judge, "see")]
-    observer = Observer(
-        guards,
-        judges=judges,
-        on_finding=lambda finding, event: report.add(finding, step=event.step, phase=observer.state.phase),
-        max_steps=max_steps,
-        on_trouble=on_trouble,
-    )
-    observer.attach()
-    return report, observer
+CHECKED_IF_USED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "clip": ("clipping", ("A301", "A306", "A307")),
+    "scale": ("loss scaling", ("A301", "A302", "A303", "A304", "A305")),
+    "scheduler_step": ("the schedule's order", ("A305",)),
+    "checkpoint_loaded": ("resuming", ("L510",)),
+    "epoch_start": ("the order of samples", ("L509",)),
+}
+"""The same for what a run may do or not: by the kind of event that shows it does."""
 
 
-def _guards(report: Report) -> list[Callback]:
-    guards = default_guards(report)
-    kinds = {type(guard).__name__ for guard in guards}
-    if "AutopsyGuard" not in kinds:
-        from safetrain.autopsy import AutopsyGuard
+class Watch:
+    """Guards on every training loop of this process from now on, until `finish`.
 
-        guards.append(AutopsyGuard(report))
-    if "MissingGradientGuard" not in kinds:
-        from safetrain.gradient_guards import gradient_guards
+    `rules` selects codes and families (`G101`, `G`, `-G104`); empty means all. `show` gets each finding at once.
+    Raises `ConfigError` for a rule that does not exist.
+    """
 
-        guards.extend(gradient_guards(report))
-    return guards
+    def __init__(
+        self,
+        rules: Sequence[str] = (),
+        *,
+        jsonl: Path | None = None,
+        max_steps: int | None = None,
+        show: Callable[[Finding], None] | None = None,
+        on_step: Callable[[int], None] | None = None,
+        on_trouble: Callable[[str], None] | None = None,
+    ) -> None:
+        policy = policy_for(rules)
+        self._ignored = {code for code, how in policy.items() if how == "ignore"}
+        self.report = Report(policy, jsonl=jsonl, show=show)
+        guards = [*default_guards(self.report), SnapshotGuard(self.report, _user_values)]
+        judges = [listener.see for listener in (*guards, *loop_judges(), *precision_judges()) if hasattr(listener, "see")]
+        self.observer = Observer(
+            guards, judges=judges, on_finding=self._add, max_steps=max_steps, on_step=on_step, on_trouble=on_trouble
+        )
+        self.observer.attach()
+
+    def _add(self, finding: Finding, step: int) -> None:
+        self.report.add(finding, step=step, phase=self.observer.state.phase)
+
+    def finish(self) -> None:
+        """Stop watching and write the last counts."""
+        self.observer.finish()
+        self.report.close()
+
+    def healthy(self) -> list[str]:
+        """What was checked and found in order, in words."""
+        if not self.observer.state.step:
+            return []
+        used = self.observer.kinds_seen
+        checks = [*CHECKED.items(), *(check for kind, check in CHECKED_IF_USED.items() if kind in used)]
+        loud = {finding.code for finding in self.report.findings if finding.severity != "note"}
+        return [what for what, codes in checks if not loud & set(codes) and not set(codes) <= self._ignored]
+
+
+def _user_values() -> Iterator[tuple[str, Any]]:
+    return visible_names(sys._getframe(1))
 
 
 def policy_for(rules: Sequence[str]) -> dict[str, Policy]:

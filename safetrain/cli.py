@@ -13,6 +13,7 @@ import difflib
 import importlib
 import os
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
     from safetrain.summary import RunNotes
 
 EXIT_OK, EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 0, 1, 2, 130
-"""Done; a check said no, or code of the user's raised; we refused, with one clear message; interrupted."""
+"""Done; a check said no, or code of the user's raised; we refused, with one clear message; interrupted.
+
+A run that saved and ended because of a signal answers 128 plus its number, as shells do: 130 for Ctrl-C, too.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +220,7 @@ def _fit(job: Job, notes: RunNotes, folder: Path, resume: Path | None) -> int:
         f"{'resuming' if resume else 'training'} {type(trainer).__name__} on {trainer.device} in {folder}", flush=True
     )
     code = _guarded(job, notes, lambda: trainer.fit(job.train, job.val, resume=resume))
-    if code in (EXIT_OK, EXIT_INTERRUPTED):
+    if code not in (EXIT_FAILED, EXIT_REFUSED):
         print(notes.summary(trainer.state, trainer.report.findings))
     return code
 
@@ -234,7 +238,9 @@ def _guarded(job: Job, notes: RunNotes, call: Callable[[], object]) -> int:
         traceback.print_exception(error)
         print(f"\nsafetrain: {notes.failure or f'{type(error).__name__}: {error}'}", file=sys.stderr)
         return EXIT_FAILED
-    return EXIT_OK
+    # A run that a signal ended is saved, but whoever waits for it must not take it as done.
+    ended_by = (job.trainer.state.stop_reason or "").removeprefix("signal ")
+    return 128 + signal.Signals[ended_by] if ended_by in signal.Signals.__members__ else EXIT_OK
 
 
 # ---------------------------------------------------------------------------------------------- configs

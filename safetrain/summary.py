@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,10 +32,11 @@ class RunNotes(Callback):
         self.failure: str | None = None
         self.elapsed_s = 0.0
         self._started = 0.0
+        self._first_step = 0
 
     def on_fit_start(self, state: RunState) -> None:
         """Start the clock."""
-        self._started = time.monotonic()
+        self._started, self._first_step = time.monotonic(), state.step
 
     def on_log(self, state: RunState) -> None:
         """Keep the numbers."""
@@ -51,14 +54,13 @@ class RunNotes(Callback):
     def summary(self, state: RunState, findings: Iterable[Finding]) -> str:
         """Several lines for people."""
         run_dir = state.run_dir
-        steps_per_s = f", {state.step / self.elapsed_s:,.0f} steps/s" if self.elapsed_s else ""
+        made = state.step - self._first_step
+        rate = f", {made / self.elapsed_s:,.0f} steps/s" if made and self.elapsed_s else ""
         skipped = f", {state.skipped_steps} skipped" if state.skipped_steps else ""
-        lines = [
-            (
-                "trained",
-                f"{state.step:,} steps{skipped}, {state.epoch} epochs in {_duration(self.elapsed_s)}{steps_per_s}",
-            )
-        ]
+        resumed = f" on top of {self._first_step:,}" if self._first_step else ""
+        lines = [("trained", f"{made:,} steps{resumed}{skipped} in {_duration(self.elapsed_s)}{rate}")]
+        if not made:
+            lines.append(("", "nothing was left to train; raise loop.max_steps or loop.max_epochs to go on"))
         if state.stop_reason:
             lines.append(("stopped", state.stop_reason))
         if state.eval_metrics:
@@ -73,7 +75,9 @@ class RunNotes(Callback):
         lines += [("findings" if n == 0 else "", text) for n, text in enumerate(_findings(findings))]
         if run_dir is not None:
             lines.append(("run folder", str(run_dir)))
-            lines.append(("look at it", f"tensorboard --logdir {shlex.quote(str(_shown(run_dir)))}"))
+            if state.stop_reason and state.stop_reason.startswith("signal"):
+                lines.append(("go on with", f"python -m safetrain resume {shlex.quote(str(run_dir))}"))
+            lines.append(("look at it", f"{_tensorboard()} --logdir {shlex.quote(str(_shown(run_dir)))}"))
         return "\n".join(f"{name:<11} {text}" for name, text in lines)
 
 
@@ -122,6 +126,14 @@ def _duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+
+
+def _tensorboard() -> str:
+    """The command as it can be typed here, where the environment may not be the active one."""
+    ours = Path(sys.executable).parent / "tensorboard"
+    if shutil.which("tensorboard") == str(ours) or not ours.exists():
+        return "tensorboard"
+    return shlex.quote(str(_shown(ours)))
 
 
 def _shown(path: Path) -> Path:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,6 +58,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def python(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=120, check=False)
+
+
+def wait_until(happened: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
 
 
 def rows(run: Path) -> list[dict[str, float]]:
@@ -134,11 +144,24 @@ def test_a_run_trains_writes_its_folder_and_says_how_it_went(folder: Path, capsy
     assert [row["step"] for row in logged if "val/loss" in row] == [4, 8]
 
     told = capsys.readouterr().out
-    assert "trained     8 steps, 2 epochs in" in told
+    assert "trained     8 steps in" in told
     assert "validation  loss" in told
     assert "memory, MB  start" in told and "after backward" in told and "peak" in told
     assert "findings    none" in told
     assert "tensorboard --logdir out" in told
+
+
+def test_a_run_that_is_told_to_end_saves_says_how_to_go_on_and_does_not_claim_success(folder: Path) -> None:
+    command = [sys.executable, "-m", "safetrain", "run", "toy.yaml", "run_dir=out", "loop.max_epochs=100000"]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: (folder / "out" / "metrics.jsonl").exists() and len(rows(folder / "out")) > 5)
+    run.send_signal(signal.SIGTERM)
+    told, _ = run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGTERM
+    assert "stopped     signal SIGTERM" in told and "python -m safetrain resume out" in told
+    steps = rows(folder / "out")[-1]["step"]
+    assert main(["resume", "out", f"loop.max_steps={int(steps) + 2}"]) == EXIT_OK
+    assert rows(folder / "out")[-1]["step"] == steps + 2
 
 
 def test_runs_without_a_folder_get_one_each(folder: Path) -> None:
@@ -177,6 +200,14 @@ def test_a_run_folder_can_be_resumed_from_anywhere(folder: Path, monkeypatch: py
     monkeypatch.chdir(folder / "elsewhere")
     assert main(["resume", str(folder / "out"), "loop.max_epochs=3"]) == EXIT_OK
     assert rows(folder / "out")[-1]["step"] == 12
+
+
+def test_resuming_a_run_that_reached_its_end_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "toy.yaml", "run_dir=out"]) == EXIT_OK
+    assert main(["resume", "out"]) == EXIT_OK
+    assert (
+        "trained     0 steps on top of 8" in (told := capsys.readouterr().out) and "nothing was left to train" in told
+    )
 
 
 def test_validate_builds_and_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

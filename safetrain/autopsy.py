@@ -43,6 +43,8 @@ from safetrain.rules.autopsy import (
     loss_in,
 )
 
+from safetrain.saved import nodes_of, saved_by
+
 if TYPE_CHECKING:
     from safetrain.state import RunState
 
@@ -141,13 +143,13 @@ def _replayed(failure: Failure, explainer: Callable[[Failure], Finding], replay:
             with record:
                 loss = replay()
                 if explainer is explain_recompute_mismatch:
-                    loss.backward()
+                    loss.sum().backward()
         except Exception as error:
             if _explainer(error) is not explainer:
                 _log.debug("the replay failed in another way: %s", error)
                 return explainer(failure)
         mine = loss if loss is not None else failure.loss
-        shown = loss is None or _shows(explainer, loss)
+        shown = loss is None or _shows(explainer, loss, failure)
         if shown and mine is not None:
             failure.record, failure.loss = record, mine
         if explainer is explain_no_graph and not shown:
@@ -155,9 +157,14 @@ def _replayed(failure: Failure, explainer: Callable[[Failure], Finding], replay:
         return explainer(failure)
 
 
-def _shows(explainer: Callable[[Failure], Finding], loss: Tensor) -> bool:
+def _shows(explainer: Callable[[Failure], Finding], loss: Tensor, failure: Failure) -> bool:
+    """Whether the replay met the fault. A foreign loop's replay gives the model's output and may not reach it."""
     if explainer is explain_no_graph:
         return not loss.requires_grad
+    if explainer is explain_non_scalar:
+        return failure.loss is None or failure.loss.shape == loss.shape
+    if explainer is explain_inplace_modified:
+        return any(s.condition == "changed" for node in nodes_of(loss.grad_fn) for s in saved_by(node))
     return True
 
 
@@ -223,9 +230,12 @@ class Screen:
         self._started_at = None
         return True
 
-    def findings(self) -> list[Finding]:
-        """What was found. A few host syncs, only where something was suspected."""
-        recomputed = self._random.findings() or find_recompute_differences(self.record)
+    def findings(self, *, failed: bool = False) -> list[Finding]:
+        """What was found. A few host syncs, only where something was suspected.
+
+        When the step has `failed`, its recomputations are left out: the error tells of them, or cut them short.
+        """
+        recomputed = [] if failed else self._random.findings() or find_recompute_differences(self.record)
         return [*self._findings, *recomputed, *self._alias.findings()]
 
 
@@ -274,19 +284,19 @@ class AutopsyGuard(Callback):
         if self._screen is not None:
             self._finish_screen(state)
 
-    def _finish_screen(self, state: RunState) -> None:
+    def _finish_screen(self, state: RunState, *, failed: bool = False) -> None:
         screen = self._screen
         if screen is None or not screen.stop():
             return
         self._screen, self._record = None, screen.record
         self.screen_elapsed_s = screen.elapsed_s
-        self.report.extend(screen.findings(), step=state.current_step)
+        self.report.extend(screen.findings(failed=failed), step=state.current_step)
 
     def on_exception(self, state: RunState) -> None:
         """Explain the error, record the finding, and attach it to the error."""
         error = state.exception
         if self._screen is not None:
-            self._finish_screen(state)
+            self._finish_screen(state, failed=True)
         record = self._record
         if error is None or not can_explain(error):
             return

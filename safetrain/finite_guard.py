@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from safetrain.callbacks.base import Callback
+from safetrain.errors import NonFiniteError
 from safetrain.rules.autopsy import explain_nonfinite, find_nonfinite_gradients, find_nonfinite_loss
 
 if TYPE_CHECKING:
-    from safetrain.findings import Report
+    from safetrain.findings import Finding, Report
     from safetrain.state import RunState
 
 
@@ -28,6 +29,7 @@ class FiniteGuard(Callback):
     def __init__(self, report: Report) -> None:
         self.report = report
         self._told = False
+        self._pending: list[Finding] = []
         self._probe: weakref.ref[Tensor] | None = None
 
     def on_backward_start(self, state: RunState) -> None:
@@ -62,8 +64,18 @@ class FiniteGuard(Callback):
         finding = None
         if state.replay is not None and state.batch is not None:
             finding = explain_nonfinite(state.model, state.replay)
-        findings = [finding] if finding is not None else find_nonfinite_gradients(state.model)
-        self.report.extend(findings, step=state.current_step)
+        self._pending = [finding] if finding is not None else find_nonfinite_gradients(state.model)
+
+    def on_step_end(self, state: RunState) -> None:
+        """Report what the gradient showed."""
+        if self._pending:
+            self.report.extend(self._pending, step=state.current_step)
+            self._pending = []
+
+    def on_exception(self, state: RunState) -> None:
+        """The same, unless the error is about just this: then its explanation says it."""
+        if not isinstance(state.exception, NonFiniteError) or state.replay is None:
+            self.on_step_end(state)
 
     def _choose_probe(self, state: RunState) -> Tensor | None:
         early = [p for p in state.model.parameters() if p.grad is not None and not p.grad.is_sparse][:8]

@@ -454,8 +454,9 @@ class Trainer:
         state = self.state
         started = time.monotonic()
         val = self._overfit_set if self.overfit_batches else val
+        state.replay = self._replay
         try:
-            with rng.deterministic_algorithms(self.deterministic):
+            with self._failures_told(), rng.deterministic_algorithms(self.deterministic):
                 self.listeners.on_fit_start(state)
                 while not self._should_stop(started):
                     self._run_epoch(val, started)
@@ -463,12 +464,7 @@ class Trainer:
                 if val is not None and state.step not in (0, state.evaluated_step) and state.stop_reason is None:
                     self._evaluate_and_log(val)
                 self._save_if_requested()
-        except BaseException as error:
-            state.exception, state.replay = error, self._replay
-            self.listeners.on_exception(state)
-            raise
         finally:
-            state.exception = state.replay = state.batch = state.micro_loss = None
             state.in_step = False
             self.listeners.on_fit_end(state)
             self.report.close()
@@ -479,6 +475,19 @@ class Trainer:
             self.train_loader.close()  # its worker processes end with the run
         self.report.raise_if_failed()  # what the end of the run showed
         return state
+
+    @contextmanager
+    def _failures_told(self) -> Iterator[None]:
+        """Listeners hear of an error, with the batch it happened on, before it goes on to the caller."""
+        state = self.state
+        try:
+            yield
+        except BaseException as error:
+            state.exception = error
+            self.listeners.on_exception(state)
+            raise
+        finally:
+            state.exception = state.replay = state.batch = state.micro_loss = None
 
     def _start_run(self, train: Iterable[Any], resume: str | Path | None) -> None:
         if self.max_steps is None and self.max_epochs is None and self.max_time is None:
@@ -664,6 +673,10 @@ class Trainer:
         Raises:
             BatchError: the loader is empty, or a step returned nothing to average.
         """
+        with self._failures_told():
+            return self._evaluate(loader)
+
+    def _evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
         state = self.state
         averages = Averages(self.device)
         with self._evaluating(averages):
@@ -730,7 +743,7 @@ class Trainer:
         state = self.state
         self._settle(state.optimizers)
         self.zero_grad()  # gradients would sit under the peak of evaluation, and the next step drops them anyway
-        metrics = self.evaluate(val)
+        metrics = self._evaluate(val)
         state.evaluated_step = state.step
         if "loss" in metrics:
             for scheduler in state.schedulers.values():

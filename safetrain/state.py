@@ -78,7 +78,11 @@ class RunState:
     exception: BaseException | None = None
     """Set during `on_exception` only."""
     replay: Callable[[], Tensor] | None = None
-    """Runs the failed micro-batch forward again and returns its loss. Set during `on_exception` only."""
+    """Runs the micro-batch in `batch` forward again and returns its loss: for a replay that is undone afterwards.
+
+    The Trainer sets it for the whole of `fit`. A driver of a foreign loop sets it during `on_exception`, if at all, and
+    gives what the model returned.
+    """
     gradients_off_at: SourceLine | None = None
     """The user's line that last called `torch.set_grad_enabled(False)`, where a driver sees it. During `on_exception`."""
     checkpoint_path: Path | None = None

@@ -112,8 +112,8 @@ def _grad_mode_off(failure: Failure) -> Finding | None:
     enclosing = None if place is not None else _no_grad_block(failure.user_frames_lines())
     place = place or enclosing
     candidates = [] if place is not None else list(grad_switches(f for f, _ in failure.user_frames_lines()))
-    if place is None and len(candidates) == 1:
-        place = candidates[0]
+    if place is None and candidates:
+        place = candidates[0] if len(candidates) == 1 else _above_first_without(failure.record, candidates)
     if enclosing is not None:
         how = "backward runs inside a block without gradients"
     elif place is not None:
@@ -128,6 +128,28 @@ def _grad_mode_off(failure: Failure) -> Finding | None:
         cause="grad mode is off" + (f"; switches in the program: {listed}" if listed else ""),
         fix="use it as a block, which restores the mode: `with torch.no_grad(): …`",
     )
+
+
+def _above_first_without(record: Recorder | None, candidates: list[SourceLine]) -> SourceLine | None:
+    """The switch just above the first operation that ran without gradients to the end of the record, in its function."""
+    first: Op | None = None
+    for op in reversed(record.ops) if record is not None else ():
+        if op.task != -1 or op.grad_enabled:
+            break
+        first = op
+    if first is None or first.where is None:
+        return None
+    statement = syntax.statement_at(*first.where)
+    scope = syntax.scope_of(statement) if statement is not None else None
+    above = [
+        c
+        for c in candidates
+        if c.file == first.where[0]
+        and c.line <= first.where[1]
+        and (there := syntax.statement_at(c.file, c.line)) is not None
+        and syntax.scope_of(there) is scope
+    ]
+    return max(above, key=lambda c: c.line, default=None)
 
 
 def grad_switches(also: Iterable[str] = ()) -> Iterator[SourceLine]:

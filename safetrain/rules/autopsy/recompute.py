@@ -43,11 +43,14 @@ class RandomWatcher(Watcher):
         if state is None:
             return
         module = self.record.module_at(frame) if self.record is not None else None
-        key = (op.name, module or op.where)
-        if not op.in_backward:
-            self._draws.setdefault(key, _Draw(op, set(), module)).states.add(state)
-        elif key in self._draws and state not in self._draws[key].states:
-            self.mismatches.setdefault(key, self._draws[key])
+        # A recomputation starts at the checkpointed function: what called it is not on the stack again.
+        for key in ((op.name, op.where), (op.name, module)):
+            if not op.in_backward:
+                self._draws.setdefault(key, _Draw(op, set(), module)).states.add(state)
+            elif key[1] is not None and key in self._draws:
+                if state not in self._draws[key].states:
+                    self.mismatches.setdefault(key, self._draws[key])
+                return
 
     def findings(self) -> list[Finding]:
         """One for each line whose recomputation drew other numbers."""
@@ -142,7 +145,7 @@ def _content(cell: CellType) -> Any:
 def find_recompute_differences(record: Recorder) -> list[Finding]:
     """G126 where a recomputation ran other operations than the forward and torch did not notice (same number of saves).
 
-    Only operations on values with a graph count, and no casts or views: autocast may cache those.
+    Only operations on values with a graph count, and no casts: autocast may cache those.
     """
     op = _first_difference(record)
     if op is None:
@@ -162,7 +165,7 @@ def find_recompute_differences(record: Recorder) -> list[Finding]:
     ]
 
 
-_UNTOLD = frozenset("detach _to_copy alias t transpose view _unsafe_view expand permute reshape clone empty_like".split())
+_UNTOLD = frozenset({"detach", "_to_copy", "alias"})
 
 
 def _first_difference(record: Recorder) -> Op | None:
@@ -187,8 +190,10 @@ def _compares(op: Op) -> bool:
     return op.grad_enabled and op.short_name not in _UNTOLD and any(i.requires_grad for i in op.inputs)
 
 
-def _kind(op: Op) -> tuple[str, tuple[tuple[int, ...], ...]]:
-    return op.name, tuple([i.shape for i in op.inputs])
+def _kind(op: Op) -> tuple[Any, ...]:
+    """What must be the same: the operation, its shapes and numbers, and which leaves it reads."""
+    leaves = tuple([i.storage for i in op.inputs if i.producer < 0 and i.requires_grad])
+    return op.name, tuple([i.shape for i in op.inputs]), op.scalars, leaves
 
 
 def _recomputations(record: Recorder) -> Iterator[list[Op]]:

@@ -24,7 +24,7 @@ class LeafWatcher(Watcher):
     """Notes the storage of each trainable leaf when an operation first reads it, so that `.data = new` shows later."""
 
     def __init__(self) -> None:
-        self.first_read: dict[int, tuple[weakref.ref[Tensor], int, Op]] = {}
+        self.first_read: dict[int, tuple[weakref.ref[Tensor], int, int, Op]] = {}
 
     def before(self, op: Op, info: OpInfo, read: list[Tensor], written: list[Tensor], frame: FrameType) -> None:
         """See the class."""
@@ -32,7 +32,7 @@ class LeafWatcher(Watcher):
             return
         for tensor, source in zip(read, op.inputs, strict=True):
             if source.requires_grad and tensor.is_leaf:
-                self.first_read.setdefault(id(tensor), (weakref.ref(tensor), source.storage, op))
+                self.first_read.setdefault(id(tensor), (weakref.ref(tensor), source.storage, source.version, op))
 
 
 def find_silent_writes(record: Recorder, loss: Tensor, model: nn.Module, leaves: LeafWatcher | None = None) -> list[Finding]:
@@ -77,8 +77,9 @@ def _replaced(nodes: list[object], leaves: LeafWatcher, model: nn.Module) -> dic
         known = leaves.first_read.get(id(leaf))
         if leaf is None or known is None or known[0]() is not leaf:
             continue
-        if leaf.untyped_storage()._cdata != known[1]:
-            found[known[1]] = _finding(known[2], None, names.get(id(leaf)), "given other data (`.data = …`)")
+        _, storage, version, saver = known
+        if leaf.untyped_storage()._cdata != storage and leaf._version == version:  # a counted write raises by itself
+            found[storage] = _finding(saver, None, names.get(id(leaf)), "given other data (`.data = …`)")
     return found
 
 

@@ -3,7 +3,7 @@
 They measure and judge nothing; see `safetrain.rules.graph` for the judges.
 """
 
-from safetrain.graph.holders import Holder, climb, find_holders, graph_owners, reaches
+from safetrain.graph.holders import Holder, Survey, climb, find_holders, graph_owners, reaches
 from safetrain.graph.marks import Census, Mark, Marks, grad_fn_of, mark_of, put_mark
 from safetrain.graph.storing import StoreTrace, files_of, storing_line
 from safetrain.graph.walk import (
@@ -30,6 +30,7 @@ __all__ = [
     "Pinned",
     "SavedFreed",
     "StoreTrace",
+    "Survey",
     "Walk",
     "bound_of",
     "climb",

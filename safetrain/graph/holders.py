@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import (
     BuiltinFunctionType,
@@ -184,6 +184,26 @@ class _Search:
         while keys[-1] in self.parent:
             keys.append(self.parent[keys[-1]])
         return [self.objects[key] for key in reversed(keys)]
+
+
+class Survey:
+    """Everything that can be reached from names now, each object once. Holds all of it: use it at once, never keep it.
+
+    Starts from the `given` objects by their names, then live frames, user modules, global hooks and context variables.
+    """
+
+    def __init__(self, given: Mapping[str, Any] | None = None, *, budget_s: float = 0.5, max_objects: int = 300_000) -> None:
+        self._search = _Search(lambda tensor: frozenset(), time.perf_counter() + budget_s, max_objects)
+        self._search.run(next(gather_roots(given)))
+
+    def objects(self) -> Iterable[Any]:
+        """What was reached, nearest to a name first. Numbers, strings and modules are not looked at."""
+        return self._search.objects.values()
+
+    def holder(self, container: Any, tensors: Sequence[Tensor] = ()) -> Holder:
+        """The shortest way from a name to a container that was reached, `tensors` being in it."""
+        path = next(self._search.paths(container))
+        return Holder(self._search.root_of[id(path[0])], path, list(tensors), frozenset(), [container])
 
 
 _categories: dict[type, int] = {}

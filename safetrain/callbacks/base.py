@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +75,7 @@ class Callback:
 
 
 HOOKS: tuple[str, ...] = tuple(name for name in vars(Callback) if name.startswith("on_"))
+_REACH_ALL = ("on_fit_end", "on_exception")
 
 
 def _nothing(state: RunState) -> None:
@@ -103,7 +105,9 @@ class Listeners:
         self.callbacks = list(callbacks)
         for callback in self.callbacks:
             if not isinstance(callback, Callback):
-                raise ConfigError(f"callbacks: {callback!r} is not a safetrain.Callback; subclass it and override the hooks you need")
+                raise ConfigError(
+                    f"callbacks: {callback!r} is not a safetrain.Callback; subclass it and override the hooks you need"
+                )
         for hook in HOOKS:
             setattr(self, hook, self._fan_out(hook))
 
@@ -116,9 +120,21 @@ class Listeners:
         if len(bound) == 1:
             return bound[0]
         calls = tuple(bound)
+        return functools.partial(_call_all if hook in _REACH_ALL else _call_each, calls)
 
-        def fan_out(state: RunState) -> None:
-            for call in calls:
-                call(state)
 
-        return fan_out
+def _call_each(calls: tuple[Hook, ...], state: RunState) -> None:
+    for call in calls:
+        call(state)
+
+
+def _call_all(calls: tuple[Hook, ...], state: RunState) -> None:
+    """Every hook is called; the first error is raised afterwards. Signal handlers and files must be put back."""
+    first: Exception | None = None
+    for call in calls:
+        try:
+            call(state)
+        except Exception as error:
+            first = first or error
+    if first is not None:
+        raise first

@@ -86,6 +86,11 @@ class Guard(Callback):
         self.report.extend(findings, step=state.current_step, phase="eval" if state.phase == "eval" else "train")
 
 
+def is_sampled(step: int) -> bool:
+    """Whether something costly may be done after so many steps: the first four, then at every power of two."""
+    return step < 4 or not step & (step - 1)
+
+
 class RetentionGuard(Guard):
     """Graphs that outlive their step.
 
@@ -215,13 +220,14 @@ class RetentionGuard(Guard):
         owners, chain = graph.find_cycle(reaches(earlier))
         if self._is_known_cycle(owners):
             return
-        finding = graph.graph_cycle(owners, chain, state.model)
+        if not owners:
+            return
+        verdicts = [graph.graph_cycle(owners, chain, state.model, collected=collected) for collected in (False, True)]
         count = len(earlier)
         owners.clear()
         earlier.clear()
         gc.collect()
-        if len(self._marks.alive_before(state.step)) < count:
-            self.tell([finding], state)
+        self.tell([verdicts[len(self._marks.alive_before(state.step)) < count]], state)
 
     def _is_known_cycle(self, owners: list[Tensor]) -> bool:
         """Whether a hand-written Function was already reported for a cycle that runs through these graphs."""
@@ -321,19 +327,19 @@ class WasteGuard(Guard):
             self._look_at_carried_grads(state)
         if self._retained is not None:
             self._settle_retained(state)
-        if state.step < 4 or not state.step & (state.step - 1):
+        if is_sampled(state.step):
             self._note_retained(state)
 
     def on_backward_end(self, state: RunState) -> None:
         if self._retained is not None:
             self._retained.note_end()
+        if is_sampled(state.step):
+            self._look_at_unused_graphs(state)
 
     def on_step_end(self, state: RunState) -> None:
         self._first_backward = True
         if self._retained is not None:
             self._retained.note_end()
-        if state.step < 4 or not state.step & (state.step - 1):
-            self._look_at_unused_graphs(state)
         if state.attached_metrics:
             self._tell_metrics(state)
 
@@ -354,7 +360,7 @@ class WasteGuard(Guard):
         self._probe += 1
 
     def _look_at_unused_graphs(self, state: RunState) -> None:
-        """After a step: gradients with a graph that no second backward used. Optimizers of others may use it themselves."""
+        """Before a step: gradients with a graph that no second backward used. Optimizers of others may use it themselves."""
         if any(not type(opt).__module__.startswith("torch.optim") for opt in state.optimizers.values()):
             return
         found = graph.find_attached_grads(state.model.named_parameters(), unused=True)
@@ -436,5 +442,5 @@ class FunctionGuard(Guard):
         self._known: set[type] = set()
 
     def on_backward_start(self, state: RunState) -> None:
-        if state.micro_loss is not None and not state.step & (state.step - 1):
+        if state.micro_loss is not None and is_sampled(state.step):
             self.tell(functions.find_function_faults(state.micro_loss, known=self._known), state)

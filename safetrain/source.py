@@ -30,6 +30,12 @@ USER, LIBRARY, MACHINERY = 2, 1, 0
 
 _grade: dict[str, int] = {}
 
+_PYTEST = "@py_builtins"
+"""In functions whose `assert`s pytest has rewritten. It looks into `locals()` for a moment and keeps nothing."""
+
+_lines: dict[tuple[str, int], SourceLine] = {}
+"""Lines that were asked for: a loop asks for the same few again and again."""
+
 _SNAPSHOT_READERS = frozenset({"locals", "vars", "dir", "eval", "exec"})
 
 
@@ -73,7 +79,13 @@ def user_frame(frame: FrameType | None = None) -> FrameType | None:
 def user_line(frame: FrameType | None = None) -> SourceLine | None:
     """Where the user is, without the text of the line (see `with_text`): about a microsecond."""
     found = user_frame(frame if frame is not None else sys._getframe(1))
-    return None if found is None else SourceLine(found.f_code.co_filename, found.f_lineno)
+    if found is None:
+        return None
+    key = (found.f_code.co_filename, found.f_lineno)
+    line = _lines.get(key)
+    if line is None:
+        line = _lines[key] = SourceLine(*key)
+    return line
 
 
 def with_text(source: SourceLine) -> SourceLine:
@@ -109,7 +121,7 @@ def frame_locals(frame: FrameType) -> dict[str, Any]:
     code = frame.f_code
     if sys.version_info >= (3, 13) or not code.co_flags & inspect.CO_OPTIMIZED:
         return dict(frame.f_locals)
-    if not _SNAPSHOT_READERS.isdisjoint(code.co_names):
+    if not _SNAPSHOT_READERS.isdisjoint(code.co_names) and _PYTEST not in code.co_names:
         return {}
     snapshot = frame.f_locals
     names = dict(snapshot)

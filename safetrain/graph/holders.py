@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import math
-import sys
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,6 @@ from types import (
     FrameType,
     FunctionType,
     GetSetDescriptorType,
-    MappingProxyType,
     MemberDescriptorType,
     MethodDescriptorType,
     ModuleType,
@@ -33,9 +31,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from safetrain.graph import paths
 from safetrain.graph.marks import Mark, grad_fn_of
-from safetrain.graph.roots import Root, gather_roots
+from safetrain.graph.roots import Root, gather_roots, is_user_class
 from safetrain.graph.walk import marks_reached, walk
-from safetrain.source import USER, frame_locals, grade
+from safetrain.source import frame_locals
 
 Wanted = Callable[[Tensor], frozenset[int]]
 """Which earlier steps a tensor keeps alive; empty when it is of no interest."""
@@ -72,6 +70,12 @@ class Holder:
     def name(self) -> str:
         """The last proper name on the path: `history` of `self.meters.history[3]`."""
         return paths.last_name(self.root.name, self.path)
+
+    @property
+    def is_attribute(self) -> bool:
+        """Whether `name` is an attribute of an object, not a variable."""
+        named = paths.named_edges(self.path)
+        return bool(named) and named[-1].startswith(".")
 
     @property
     def way(self) -> tuple[str, ...]:
@@ -244,7 +248,7 @@ def _children(obj: Any, category: int) -> Iterable[Any]:
     if category == _FRAME:
         return list(frame_locals(obj).values())
     if category == _CLASS:
-        return list(vars(obj).values()) if _is_user_class(obj) else ()
+        return list(vars(obj).values()) if is_user_class(obj) else ()
     if category == _ARRAY:
         return obj.ravel()[:_BIG].tolist() if obj.dtype.hasobject and obj.dtype.names is None else ()
     return ()
@@ -271,19 +275,6 @@ def _size(obj: Any) -> int:
 def _both_ends(obj: Any) -> list[Any]:
     items = list(obj.values()) if isinstance(obj, dict) else list(obj)
     return items[:_END] + items[-_END:]
-
-
-_user_classes: dict[type, bool] = {}
-
-
-def _is_user_class(kind: type) -> bool:
-    known = _user_classes.get(kind)
-    if known is None:
-        module = sys.modules.get(kind.__module__)
-        filename = getattr(module, "__file__", None)
-        known = kind.__module__ == "__main__" or (isinstance(filename, str) and grade(filename) == USER)
-        _user_classes[kind] = known
-    return known
 
 
 def _group(search: _Search) -> list[Holder]:
@@ -354,16 +345,17 @@ def climb(tensor: Tensor, *, apart_from: Iterable[Any] = (), levels: int = 6, bu
     chain: list[Any] = [tensor]
     apart = {id(chain), *map(id, apart_from)}
     labels: list[str] = []
-    for _ in range(levels):
-        if time.perf_counter() > deadline:
+    while len(chain) <= levels and time.perf_counter() < deadline:
+        above = _referrer(chain, apart)
+        if above is None:
             break
-        referrers = [
-            r for r in gc.get_referrers(chain[-1])
-            if id(r) not in apart and type(r) not in (FrameType, MappingProxyType) and all(r is not c for c in chain)
-        ]  # fmt: skip
-        if not referrers:
-            break
-        labels.append(paths.edge(referrers[0], chain[-1]))
-        chain.append(referrers[0])
+        labels.append(paths.edge(above, chain[-1]))
+        chain.append(above)
     labels.append(type(chain[-1]).__name__)
-    return list(reversed([label for label in labels if label]))
+    return [label for label in reversed(labels) if label]
+
+
+def _referrer(chain: list[Any], apart: set[int]) -> Any:
+    """Something that refers to the last of the chain and is not on it. Running frames hold nothing of their own."""
+    known = {id(obj) for obj in chain} | apart
+    return next((r for r in gc.get_referrers(chain[-1]) if id(r) not in known and type(r) is not FrameType), None)

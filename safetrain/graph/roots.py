@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import os
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType, ModuleType
@@ -13,6 +14,8 @@ from typing import Any
 from torch.nn.modules import module as torch_module
 
 from safetrain.source import LIBRARY, MACHINERY, USER, frame_locals, grade
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +38,13 @@ def gather_roots(given: Mapping[str, Any] | None = None) -> Iterator[list[Root]]
     down goes by its owner's name.
     """
     first = [Root(label, label, value) for label, value in (given or {}).items()]
-    frames = list(_frames())
+    frames = _frames()
     spaces: dict[int, tuple[str, dict[str, Any]]] = {}
     for frame in frames:
         if grade(frame.f_code.co_filename) == USER:
             first += _locals_of(frame)
             spaces.setdefault(id(frame.f_globals), (frame.f_code.co_filename, frame.f_globals))
+    first += _trainers()
     for filename, module in _user_modules():
         spaces.setdefault(id(module.__dict__), (filename, module.__dict__))
     for filename, space in spaces.values():
@@ -51,17 +55,46 @@ def gather_roots(given: Mapping[str, Any] | None = None) -> Iterator[list[Root]]
     yield [root for frame in frames if grade(frame.f_code.co_filename) == MACHINERY for root in _locals_of(frame)]
 
 
-def _frames() -> Iterator[FrameType]:
+def _frames() -> list[FrameType]:
     """The running frames of every thread, outermost first, without this package's own."""
-    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-    for top in sys._current_frames().values():
+    own = threading.get_ident()
+    tops = [sys._getframe(1)]  # not `_frames` itself: a frame that holds itself is a cycle
+    tops += [top for ident, top in sys._current_frames().items() if ident != own]
+    found = []
+    for frame in tops:
         stack = []
-        frame: FrameType | None = top
-        while frame is not None:
-            if not os.path.abspath(frame.f_code.co_filename).startswith(here):
-                stack.append(frame)
-            frame = frame.f_back
-        yield from reversed(stack)
+        here: FrameType | None = frame
+        while here is not None:
+            if not here.f_code.co_filename.startswith(_PACKAGE):
+                stack.append(here)
+            here = here.f_back
+        found += reversed(stack)
+    return found
+
+
+def _trainers() -> Iterator[Root]:
+    """An object of a user's class whose inherited method of this package is running: a Trainer that nobody named."""
+    here: FrameType | None = sys._getframe(1)
+    while here is not None:
+        if here.f_code.co_filename.startswith(_PACKAGE) and here.f_code.co_varnames[:1] == ("self",):
+            owner = frame_locals(here).get("self")
+            if is_user_class(type(owner)):
+                yield Root(f"the running {type(owner).__name__}", type(owner).__name__, owner)
+        here = here.f_back
+
+
+_user_classes: dict[type, bool] = {}
+
+
+def is_user_class(kind: type) -> bool:
+    """Whether a class is defined in the user's own code."""
+    known = _user_classes.get(kind)
+    if known is None:
+        module = sys.modules.get(kind.__module__)
+        filename = getattr(module, "__file__", None)
+        known = kind.__module__ == "__main__" or (isinstance(filename, str) and grade(filename) == USER)
+        _user_classes[kind] = known
+    return known
 
 
 def _locals_of(frame: FrameType) -> list[Root]:

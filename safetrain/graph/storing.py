@@ -93,6 +93,11 @@ def _watch_slot(space: dict[str, Any], name: str) -> _Watch:
     return _Watch(lambda _: (id(space.get(name)),), lambda _: space.get(name))
 
 
+def _outside_dynamo(function: Any) -> Any:
+    """Dynamo would compile a trace function that runs within a compiled model's frames."""
+    return torch._dynamo.disable(function) if "torch._dynamo" in sys.modules else function
+
+
 class StoreTrace:
     """Traces the calling thread's user lines from `start` to `stop`, at most for one step."""
 
@@ -103,6 +108,7 @@ class StoreTrace:
         self._here: Place | None = None
         self._lines = 0
         self._active = False
+        self._call, self._line = _outside_dynamo(self._on_call), _outside_dynamo(self._on_line)
 
     def start(self) -> bool:
         """False when somebody else is tracing, or there is nothing to look at."""
@@ -118,25 +124,26 @@ class StoreTrace:
         while frame is not None:
             if grade(frame.f_code.co_filename) == USER:
                 self._look(frame)
-                frame.f_trace = self._on_line
+                frame.f_trace = self._line
             frame = frame.f_back
         self._active = True
-        sys.settrace(self._on_call)
+        sys.settrace(self._call)
         return True
 
     def stop(self) -> None:
         """End the trace and let go of everything but lines and numbers."""
         if self._active:
             self._active = False
-            if sys.gettrace() == self._on_call:
+            if sys.gettrace() is self._call:
                 sys.settrace(None)
             frame: FrameType | None = sys._getframe(1)
             while frame is not None:
-                if frame.f_trace == self._on_line:
+                if frame.f_trace is self._line:
                     frame.f_trace = None
                     _forget_snapshot(frame)
                 frame = frame.f_back
         self._watches = []
+        self._call = self._line = None  # bound methods of this object: a cycle with it
 
     @property
     def stored_at(self) -> SourceLine | None:
@@ -163,7 +170,7 @@ class StoreTrace:
     def _on_call(self, frame: FrameType, event: str, arg: Any) -> Any:
         if not self._active or grade(frame.f_code.co_filename) != USER:
             return None
-        return self._on_line
+        return self._line
 
     def _on_line(self, frame: FrameType, event: str, arg: Any) -> Any:
         if not self._active:
@@ -175,7 +182,7 @@ class StoreTrace:
             above = user_frame(frame.f_back) if frame.f_back is not None else None
             if above is not None:
                 self._move((above.f_code.co_filename, above.f_lineno))
-        return self._on_line
+        return self._line
 
     def _move(self, place: Place) -> None:
         self._here = place
@@ -222,16 +229,17 @@ def _forget_snapshot(frame: FrameType) -> None:
 _ADDERS = frozenset({"append", "add", "extend", "insert", "appendleft", "update", "setdefault", "put", "push"})
 
 
-def storing_line(name: str, files: Iterable[str]) -> SourceLine | None:
+def storing_line(name: str, files: Iterable[str], *, attribute: bool | None = None) -> SourceLine | None:
     """The statement in `files` that stores under `name`: `name.append(x)`, `name[k] = x`, `name += x`, `name = x`.
 
     A reading of the text, not of the run: of several, one that adds to what is there wins over a plain assignment.
+    `attribute` says whether the name is an attribute (`anything.name`) or a variable, where that is known.
     """
     best: tuple[int, str, int] | None = None
     for filename in files:
         tree = parse(filename)
         for node in ast.walk(tree) if tree is not None else ():
-            weight = _stores_under(node, name)
+            weight = _stores_under(node, name, attribute)
             if weight and (best is None or weight > best[0]):
                 best = (weight, filename, node.lineno)  # type: ignore[attr-defined]
     return None if best is None else SourceLine(best[1], best[2], line_text(best[1], best[2]))
@@ -246,16 +254,16 @@ def parse(filename: str) -> ast.Module | None:
         return None
 
 
-def _stores_under(node: ast.AST, name: str) -> int:
+def _stores_under(node: ast.AST, name: str, attribute: bool | None) -> int:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ADDERS:
-        return 3 if names(node.func.value, name) else 0
+        return 3 if names(node.func.value, name, attribute) else 0
     if isinstance(node, ast.AugAssign):
-        return 3 if names(node.target, name) else 0
+        return 3 if names(node.target, name, attribute) else 0
     if isinstance(node, ast.Assign):
         for target in node.targets:
-            if isinstance(target, ast.Subscript) and names(target.value, name):
+            if isinstance(target, ast.Subscript) and names(target.value, name, attribute):
                 return 3
-            if names(target, name):
+            if names(target, name, attribute):
                 # `x = 0.9 * x + …` feeds on itself; `x = []` starts afresh.
                 uses_itself = any(names(inner, name) for inner in ast.walk(node.value))
                 return 2 if uses_itself else 0 if _is_fresh(node.value) else 1
@@ -275,16 +283,16 @@ def _is_fresh(value: ast.expr) -> bool:
     return isinstance(value, (ast.Constant, ast.Dict, ast.Set))
 
 
-def names(node: ast.AST, name: str) -> bool:
-    """Whether an expression is `name`, `anything.name`, or an item or call on it."""
+def names(node: ast.AST, name: str, attribute: bool | None = None) -> bool:
+    """Whether an expression is `name`, `anything.name`, or an item or call on it. `attribute` allows only one of the two."""
     if isinstance(node, ast.Name):
-        return node.id == name
+        return node.id == name and attribute is not True
     if isinstance(node, ast.Attribute):
-        return node.attr == name
+        return node.attr == name and attribute is not False
     if isinstance(node, ast.Subscript):
-        return names(node.value, name)
+        return names(node.value, name, attribute)
     if isinstance(node, ast.Call):
-        return isinstance(node.func, ast.Attribute) and names(node.func.value, name)
+        return isinstance(node.func, ast.Attribute) and names(node.func.value, name, attribute)
     return False
 
 

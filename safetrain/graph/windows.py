@@ -23,12 +23,25 @@ def bound_of(holder: Holder, files: Iterable[str], scope: Mapping[str, Any]) -> 
     for obj in holder.path:
         if isinstance(obj, deque) and obj.maxlen is not None:
             return obj.maxlen
-    bounds = [bound for filename in files for bound in _bounds_in(parse(filename), holder.name, scope)]
+    bounds = [bound for filename in files for part in _parts(filename, holder) for bound in _bounds_in(part, holder.name, scope)]
     return min(bounds, default=None)
 
 
-def _bounds_in(tree: ast.Module | None, name: str, scope: Mapping[str, Any]) -> Iterable[int]:
-    for node in ast.walk(tree) if tree is not None else ():
+def _parts(filename: str, holder: Holder) -> Iterable[ast.AST]:
+    """The source in which the name means the holder: for a local variable, its function."""
+    tree = parse(filename)
+    code = holder.root.code
+    if tree is None:
+        return
+    if code is None or len(holder.path) > 1:
+        yield tree
+    elif code.co_filename == filename:
+        lines = range(code.co_firstlineno, max((line for _, _, line in code.co_lines() if line), default=0) + 1)
+        yield from (node for node in ast.walk(tree) if isinstance(node, ast.stmt) and node.lineno in lines)
+
+
+def _bounds_in(tree: ast.AST, name: str, scope: Mapping[str, Any]) -> Iterable[int]:
+    for node in ast.walk(tree):
         if isinstance(node, (ast.If, ast.While)) and any(_drops(inner, name) for part in node.body for inner in ast.walk(part)):
             yield from _limits(node.test, name, scope)
         elif isinstance(node, ast.Assign) and any(names(target, name) for target in node.targets):

@@ -177,7 +177,7 @@ def _retained(
     size = measure(holder.tensors, model)
     kept = len(holder.steps)
     holds = holder.describe()
-    source = stored or storing_line(holder.name, files)
+    source = stored or storing_line(holder.name, files, attribute=holder.is_attribute)
     per_step = size.bytes / max(1, kept)
     what = f"{kept} graphs of earlier steps" if kept > 1 else "the graph of an earlier step"
     if holder.through_exception:
@@ -325,17 +325,19 @@ def find_cycle(wanted: Wanted) -> tuple[list[Tensor], list[str]]:
     return owners, climb(owners[0], apart_from=[owners]) if owners else []
 
 
-def graph_cycle(owners: Sequence[Tensor], chain: Sequence[str], model: nn.Module | None) -> Finding:
-    """The graph died when the cycle collector ran, and would not have died otherwise."""
+def graph_cycle(owners: Sequence[Tensor], chain: Sequence[str], model: nn.Module | None, *, collected: bool = True) -> Finding:
+    """No name leads to these graphs: they died when the cycle collector ran, or (not `collected`) not even then."""
     size = measure(owners, model)
-    through = " ← ".join(reversed(chain)) if chain else "a cycle"
-    return CYCLE.finding(
-        f"graphs of earlier steps die only when Python's cycle collector runs ({size.describe()} until then)",
-        holder=through,
+    entry = CYCLE if collected else RETAINED
+    return entry.finding(
+        "graphs of earlier steps die only when Python's cycle collector runs" + f" ({size.describe()} until then)"
+        if collected
+        else f"graphs of earlier steps are held by a cycle that no collector sees, and never die ({size.describe()})",
+        holder=" → ".join(chain) if chain else "a cycle",
         op=type(grad_fn_of(owners[0])).__name__ if owners else None,
         pinned_bytes=size.bytes,
         cause="an object that holds a tensor is reachable from that tensor's own graph (ctx attribute, hook or closure)",
-        fix="use ctx.save_for_backward in a Function; in hooks, do not refer to the tensor that the hook is registered on",
+        fix="use ctx.save_for_backward in a Function; in a hook, do not refer to the tensor that it is registered on",
     )
 
 
@@ -376,7 +378,9 @@ def find_carried_state(loss: Tensor, step: int, *, given: Mapping[str, Any] | No
     holds = None
     if chosen is not None:
         holds = chosen.describe()
-        source = carried.get(chosen.root.name) or storing_line(chosen.name, [*files_of(None), *_files_of_path(chosen)])
+        source = carried.get(chosen.root.name) or storing_line(
+            chosen.name, [*files_of(None), *_files_of_path(chosen)], attribute=chosen.is_attribute
+        )
     names = f"`{chosen.name}`" if chosen is not None else "a tensor of an earlier step"
     return [
         CARRIED.finding(

@@ -59,12 +59,14 @@ def default_guards(report: Report) -> list[Callback]:
     from safetrain.autopsy import AutopsyGuard
     from safetrain.finite_guard import FiniteGuard
     from safetrain.gradient_guards import gradient_guards
+    from safetrain.hook_guard import HookGuard
     from safetrain.loop_guards import loop_guards
 
     return [
         AutopsyGuard(report),
         FiniteGuard(report),
         *retention_guards(report),
+        HookGuard(report),
         *gradient_guards(report),
         *loop_guards(report),
     ]
@@ -94,10 +96,10 @@ def is_sampled(step: int) -> bool:
 class RetentionGuard(Guard):
     """Graphs that outlive their step.
 
-    Each step: one mark on the loss, and on every tensor made in the step that still carries a graph at its end (a census
-    of the collector's young objects). A mark lives as long as its graph, so the number of earlier steps whose mark is
-    alive is the number of graphs that somebody keeps. When it rises twice, the holder is looked for and the next step is
-    traced; when it rises a third time, that is reported.
+    Each step: one mark on the loss, and on every tensor made in the step that still carries a graph at its end (a
+    census of the collector's young objects). A mark lives as long as its graph, so the number of earlier steps whose
+    mark is alive is the number of graphs that somebody keeps. When it rises twice, the holder is looked for and the
+    next step is traced; when it rises a third time, that is reported.
     """
 
     def __init__(self, report: Report, given: Mapping[str, Any] | None = None) -> None:
@@ -135,10 +137,8 @@ class RetentionGuard(Guard):
 
     def on_step_end(self, state: RunState) -> None:
         self._is_first = False
-        mark = self._mark
-        self._census.visit(lambda tensor: put_mark(tensor, mark))
+        self._mark_young(self._mark)
         self._mark = self._marks.new(state.step + 1)
-        del mark
         earlier = self._marks.alive_before(state.step)
         if earlier or self._growth.count or self._traces:
             self._judge(earlier, state)
@@ -146,12 +146,10 @@ class RetentionGuard(Guard):
             self._judge_evaluation(state)
 
     def on_eval_start(self, state: RunState) -> None:
-        mark = self._mark
-        self._census.visit(lambda tensor: put_mark(tensor, mark))
+        self._mark_young(self._mark)
 
     def on_eval_end(self, state: RunState) -> None:
-        mark = self._evaluation.mark(state.step)
-        self._census.visit(lambda tensor: put_mark(tensor, mark))
+        self._mark_young(self._evaluation.mark(state.step))
 
     def on_exception(self, state: RunState) -> None:
         self._end_traces()
@@ -161,8 +159,12 @@ class RetentionGuard(Guard):
         if self._evaluation.marks:
             self._judge_evaluation(state, at_end=True)
 
+    def _mark_young(self, mark: Mark) -> None:
+        """Mark what was made since the last look and still carries a graph."""
+        self._census.visit(lambda tensor: put_mark(tensor, mark))
+
     def _mark_all(self, loss: Tensor) -> None:
-        """The first optimizer step imports so much that the collector moves this step's tensors out of a census' sight."""
+        """Mark the whole graph: a first optimizer step imports so much that a census cannot see this step's tensors."""
         for node in walk([grad_fn_of(loss)], limit=2_000).nodes:
             if not is_leaf_node(node):  # a leaf's node is shared by the graphs of all steps
                 node.metadata.setdefault(KEY, self._mark)
@@ -228,6 +230,7 @@ class RetentionGuard(Guard):
         earlier.clear()
         gc.collect()
         self.tell([verdicts[len(self._marks.alive_before(state.step)) < count]], state)
+        self._searches.no_more_collections()
 
     def _is_known_cycle(self, owners: list[Tensor]) -> bool:
         """Whether a hand-written Function was already reported for a cycle that runs through these graphs."""
@@ -281,6 +284,10 @@ class _SearchBudget:
         """A full collection, which takes a second on a heap of five million objects."""
         self._collections -= 1
         return self._collections >= 0
+
+    def no_more_collections(self) -> None:
+        """What it was for has been told."""
+        self._collections = 0
 
 
 class _Evaluation:
@@ -360,7 +367,7 @@ class WasteGuard(Guard):
         self._probe += 1
 
     def _look_at_unused_graphs(self, state: RunState) -> None:
-        """Before a step: gradients with a graph that no second backward used. Optimizers of others may use it themselves."""
+        """Before a step: gradients with a graph that no second backward used. Optimizers not of torch may yet use it."""
         if any(not type(opt).__module__.startswith("torch.optim") for opt in state.optimizers.values()):
             return
         found = graph.find_attached_grads(state.model.named_parameters(), unused=True)
@@ -403,18 +410,21 @@ class _Retained:
                     key = storage_key(tensor)
                     if key not in known:
                         known.add(key)
-                        self._refs.append(StorageWeakRef(tensor.untyped_storage()))
+                        self._refs.append(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
                         self.num_bytes += tensor.untyped_storage().nbytes()
             except SavedFreed:
                 continue
 
     def is_complete(self) -> bool:
         """Whether all of it is alive."""
-        return bool(self._refs) and not any(ref.expired() for ref in self._refs)
+        return bool(self._refs) and self._num_dead() == 0
 
     def is_gone(self) -> bool:
         """Whether nearly all of it is dead; the batch may live on in its data set."""
-        return sum(ref.expired() for ref in self._refs) >= 0.7 * len(self._refs)
+        return self._num_dead() >= 0.7 * len(self._refs)
+
+    def _num_dead(self) -> int:
+        return sum(map(StorageWeakRef.expired, self._refs))
 
     def note_end(self) -> None:
         """The step is over, or about to step: is it still there?"""

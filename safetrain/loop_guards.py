@@ -305,7 +305,11 @@ class CompileGuard(Callback):
     def __init__(self, report: Report) -> None:
         self._report = report
         self._seen = 0
+        self._before = rules.CompileCounts()
         self._told: set[Any] = set()
+
+    def on_fit_start(self, state: RunState) -> None:
+        self._before = rules.read_compile_counts() or self._before
 
     def on_step_end(self, state: RunState) -> None:
         if is_sample(state.step):
@@ -323,7 +327,7 @@ class CompileGuard(Callback):
             return
         self._seen = frames
         counts = rules.read_compile_counts()
-        for finding in rules.find_compile_trouble(counts) if counts is not None else ():
+        for finding in rules.find_compile_trouble(counts.since(self._before)) if counts is not None else ():
             key = finding.key()
             if key not in self._told:
                 self._told.add(key)

@@ -714,6 +714,16 @@ class CompileCounts:
     breaks: list[tuple[str, SourceLine | None]] = field(default_factory=list)
     limit_hit: bool = False
 
+    def since(self, before: CompileCounts) -> CompileCounts:
+        """What came after `before` was read: the counters are the process's, which may have run other models."""
+        compiled = {key: times - before.compiled.get(key, 0) for key, times in self.compiled.items()}
+        return CompileCounts(
+            compiled={key: times for key, times in compiled.items() if times > 0},
+            reasons=self.reasons,
+            breaks=self.breaks[len(before.breaks) :],
+            limit_hit=self.limit_hit and not before.limit_hit,
+        )
+
 
 def read_compile_counts() -> CompileCounts | None:
     """Read dynamo's own counters; None when nothing was compiled. No import, no host sync."""

@@ -1,0 +1,102 @@
+"""The guard of G113: counts hooks at a few steps, and looks for the registering line only when they rise."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from safetrain.callbacks.base import Callback
+from safetrain.findings import Report, SourceLine
+from safetrain.rules.hooks import HookCounts, count_hooks, find_piling_hooks
+from safetrain.source import user_line, with_text
+
+if TYPE_CHECKING:
+    from safetrain.state import RunState
+
+_EVERY = 64
+_AT = (1, 2, 3, 4)
+"""Steps of every 64 after which hooks are counted: four in a row, so that the first rise is told by step four."""
+
+_REGISTER = {
+    "register_forward_hook": "_forward_hooks",
+    "register_forward_pre_hook": "_forward_pre_hooks",
+    "register_full_backward_hook": "_backward_hooks",
+    "register_full_backward_pre_hook": "_backward_pre_hooks",
+}
+
+
+class HookGuard(Callback):
+    """G113. About 1 µs a module, in four steps of every 64."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._samples: list[tuple[int, HookCounts]] = []
+        self._told: set[str] = set()
+        self._watch: _RegistrationWatch | None = None
+
+    def on_step_end(self, state: RunState) -> None:
+        place = state.step % _EVERY
+        if place not in _AT:
+            return
+        if place == _AT[0]:
+            self._samples.clear()
+        self._samples.append((state.step, count_hooks(state.model)))
+        suspects = find_piling_hooks([self._samples[0], *self._samples[-2:]]) if len(self._samples) == 3 else []
+        if suspects and self._watch is None:
+            self._watch = _RegistrationWatch()
+        elif place == _AT[-1]:
+            lines = self._stop_watching(state.model)
+            for finding in find_piling_hooks(self._samples, lines=lines):
+                if finding.holder not in self._told:
+                    self._told.add(finding.holder or "")
+                    self._report.add(finding, step=state.step)
+
+    def on_exception(self, state: RunState) -> None:
+        self._stop_watching(state.model)
+
+    def on_fit_end(self, state: RunState) -> None:
+        self._stop_watching(state.model)
+
+    def _stop_watching(self, model: nn.Module) -> dict[tuple[str, str], SourceLine]:
+        if self._watch is None:
+            return {}
+        watch, self._watch = self._watch, None
+        watch.remove()
+        return watch.lines(model)
+
+
+class _RegistrationWatch:
+    """Notes the user's line of each hook registration, until removed."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, str], SourceLine] = {}
+        self._originals: dict[str, Callable[..., Any]] = {name: getattr(nn.Module, name) for name in _REGISTER}
+        for name, original in self._originals.items():
+            setattr(nn.Module, name, self._noting(original, _REGISTER[name]))
+
+    def _noting(self, original: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def register(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            line = user_line()
+            if line is not None:
+                self._seen[id(module), kind] = line
+            return original(module, *args, **kwargs)
+
+        return register
+
+    def lines(self, model: nn.Module) -> dict[tuple[str, str], SourceLine]:
+        """By (module name, kind)."""
+        return {
+            (name, kind): with_text(line)
+            for name, module in model.named_modules()
+            for kind in _REGISTER.values()
+            if (line := self._seen.get((id(module), kind))) is not None
+        }
+
+    def remove(self) -> None:
+        """Put torch's own methods back."""
+        for name, original in self._originals.items():
+            setattr(nn.Module, name, original)

@@ -42,7 +42,6 @@ from safetrain.rules.autopsy import (
     frames_of,
     loss_in,
 )
-
 from safetrain.saved import nodes_of, saved_by
 
 if TYPE_CHECKING:
@@ -143,7 +142,7 @@ def _replayed(failure: Failure, explainer: Callable[[Failure], Finding], replay:
             with record:
                 loss = replay()
                 if explainer is explain_recompute_mismatch:
-                    loss.sum().backward()
+                    torch.autograd.backward(loss.sum())
         except Exception as error:
             if _explainer(error) is not explainer:
                 _log.debug("the replay failed in another way: %s", error)
@@ -171,7 +170,9 @@ def _shows(explainer: Callable[[Failure], Finding], loss: Tensor, failure: Failu
 def attach(error: BaseException, finding: Finding) -> None:
     """Put the explanation under the error's own message in its traceback."""
     where = f"\n  at {finding.source.file}:{finding.source.line}: {finding.source.text}" if finding.source else ""
-    note = f"safetrain {finding.code} {finding.name}: {finding.message}{where}" + (f"\n  fix: {finding.fix}" if finding.fix else "")
+    note = f"safetrain {finding.code} {finding.name}: {finding.message}{where}" + (
+        f"\n  fix: {finding.fix}" if finding.fix else ""
+    )
     if sys.version_info >= (3, 11):
         error.add_note(note)
     elif error.args and isinstance(error.args[0], str):
@@ -205,7 +206,7 @@ class Screen:
     def start(self) -> None:
         """Begin to record."""
         self._started_at = time.perf_counter()
-        self.record.__enter__()
+        self.record.__enter__()  # type: ignore[no-untyped-call]
 
     def before_backward(self, loss: Tensor) -> None:
         """Judge the graph of a loss while what it saved is still there."""
@@ -225,7 +226,7 @@ class Screen:
         if _get_current_dispatch_mode() is not self.record:
             self.record.suspended = True
             return False
-        self.record.__exit__(None, None, None)
+        self.record.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.elapsed_s = time.perf_counter() - self._started_at
         self._started_at = None
         return True
@@ -240,7 +241,7 @@ class Screen:
 
 
 def can_screen(model: nn.Module) -> bool:
-    """Whether a record of this model shows anything and disturbs nothing: not compiled as a whole, no sharded tensors."""
+    """Whether a record of this model shows anything and disturbs nothing: not compiled as a whole, not sharded."""
     if getattr(model, "_compiled_call_impl", None) is not None or hasattr(model, "_orig_mod"):
         return False
     if any(type(p).__name__ == "DTensor" or type(p.data).__name__ == "DTensor" for p in model.parameters()):
@@ -318,4 +319,3 @@ class AutopsyGuard(Callback):
         if finding is not None:
             self.report.add(finding, step=state.current_step, phase="eval" if state.phase == "eval" else "train")
             attach(error, finding)
-

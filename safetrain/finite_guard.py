@@ -37,8 +37,7 @@ class FiniteGuard(Callback):
         loss = state.micro_loss
         if self._told or loss is None or not _may_read(loss, state) or loss.numel() != 1:
             return
-        value = loss.detach().tolist()
-        number = value if isinstance(value, float) else _only(value)
+        number = _only(loss.detach().tolist())
         if math.isfinite(number) or (state.scaler is not None and math.isinf(number)):
             return  # a scaled loss may overflow: the scaler skips that step and scales less
         self._told = True
@@ -58,7 +57,7 @@ class FiniteGuard(Callback):
             probe = self._choose_probe(state)
         if probe is None or probe.grad is None or not _may_read(probe.grad, state):
             return
-        if math.isfinite(probe.grad.detach().sum(dtype=torch.float32).tolist()):
+        if math.isfinite(_only(probe.grad.detach().sum(dtype=torch.float32).tolist())):
             return
         self._told = True
         finding = None

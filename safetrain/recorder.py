@@ -19,6 +19,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from safetrain.findings import SourceLine
@@ -46,11 +47,11 @@ def region_of(tensor: Tensor) -> Region:
     """Which part of its storage a tensor covers."""
     if tensor.layout is not torch.strided:
         return (0, tuple(tensor.shape), (), tensor.element_size())
-    return (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.element_size())
+    return (int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.element_size())
 
 
 def regions_overlap(a: Region, b: Region) -> bool:
-    """Whether two parts of one storage share an element. Marks elements in a scratch mask where bounds do not decide."""
+    """Whether two parts of one storage share an element. Where bounds do not decide, elements are marked in a mask."""
     bounds = [(o, o + sum((n - 1) * s for n, s in zip(shape, stride, strict=False))) for o, shape, stride, _ in (a, b)]
     if 0 in a[1] or 0 in b[1] or a[3] != b[3]:
         return 0 not in a[1] and 0 not in b[1]
@@ -167,7 +168,7 @@ def _info_of(func: Any) -> OpInfo:
     return known
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every operation while active: `with Recorder(model) as record: …`.
 
     `check_finite` reads each result for NaN and Inf (a host sync an operation) and notes the module that ran it: for
@@ -175,8 +176,10 @@ class Recorder(TorchDispatchMode):
     Code under `torch.compile` stays compiled and shows only the operations it hands to the dispatcher.
     """
 
-    def __init__(self, model: nn.Module | None = None, *, check_finite: bool = False, watchers: Iterable[Watcher] = ()) -> None:
-        super().__init__()
+    def __init__(
+        self, model: nn.Module | None = None, *, check_finite: bool = False, watchers: Iterable[Watcher] = ()
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
         self.ops: list[Op] = []
         self.first_node = _next_sequence_nr()
@@ -199,7 +202,9 @@ class Recorder(TorchDispatchMode):
         """Keep compiled code compiled: without this, dynamo gives up a frame for good once it met the mode."""
         return True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if self.suspended or any(issubclass(t, FakeTensor) for t in types):
             return func(*args, **kwargs)
@@ -233,7 +238,9 @@ class Recorder(TorchDispatchMode):
 
     def _input(self, tensor: Tensor) -> Input:
         storage = _storage_key(tensor)
-        return Input(self._producer(tensor, storage), storage, tensor.requires_grad, _version(tensor), tuple(tensor.shape))
+        return Input(
+            self._producer(tensor, storage), storage, tensor.requires_grad, _version(tensor), tuple(tensor.shape)
+        )
 
     def _producer(self, tensor: Tensor, storage: int) -> int:
         made = -1
@@ -263,7 +270,7 @@ class Recorder(TorchDispatchMode):
     def _write(self, tensor: Tensor, index: int) -> None:
         storage = tensor.untyped_storage()
         # The weak reference keeps the address from being used again while it is a key here; it holds no memory.
-        self._storages[storage._cdata] = (torch.multiprocessing.reductions.StorageWeakRef(storage), index)
+        self._storages[storage._cdata] = (StorageWeakRef(storage), index)  # type: ignore[no-untyped-call]
 
     def _note_finite(self, op: Op, result: Any, frame: FrameType) -> None:
         op.has_nan = op.has_inf = False
@@ -322,7 +329,9 @@ class Watcher:
         """After it ran."""
 
 
-def _arguments(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], tuple[float, ...]]:
+def _arguments(
+    info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Tensor], list[Tensor], tuple[float, ...]]:
     """(tensors read or written, tensors written, numbers) among the arguments."""
     read: list[Tensor] = []
     written: list[Tensor] = []
@@ -353,7 +362,8 @@ def _tensors_in(value: Any) -> list[Tensor]:
 def _storage_key(tensor: Tensor) -> int:
     if tensor.layout is not torch.strided:
         return -id(tensor)  # sparse and opaque layouts have no single storage
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def _version(tensor: Tensor) -> int:

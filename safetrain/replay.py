@@ -22,7 +22,9 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     train/eval modes, grad mode, and what each module keeps in plain attributes (a hidden state, a cache). Not put back:
     what user code did elsewhere, such as a list it appended to. Costs a copy of the model's tensors for its duration.
     """
-    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.layout is torch.strided and t.device.type != "meta"]
+    tensors = [
+        t for t in (*model.parameters(), *model.buffers()) if t.layout is torch.strided and t.device.type != "meta"
+    ]
     with torch.no_grad():
         copies = [(t, None if t.is_inference() else t._version, t.detach().clone()) for t in tensors]
     gradients = [(p, p.grad) for p in model.parameters()]
@@ -40,9 +42,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             module._buffers.update(buffers)
             _restore_plain(module, plain)
         for tensor, version, copy in copies:
-            if version is not None and tensor._version != version:
-                _put_back(tensor, version, copy)
-            elif version is None or _in_place_without_version(tensor, copy):
+            if version is None or tensor._version != version or _changed_uncounted(tensor, copy):
                 _put_back(tensor, version, copy)
         for parameter, gradient in gradients:
             parameter.grad = gradient
@@ -59,7 +59,7 @@ def _restore_plain(module: nn.Module, plain: dict[str, Any]) -> None:
     now.update(plain)
 
 
-def _in_place_without_version(tensor: Tensor, copy: Tensor) -> bool:
+def _changed_uncounted(tensor: Tensor, copy: Tensor) -> bool:
     """BatchNorm's kernels move running statistics without counting it as a write; `.data` writes hide as well."""
     return not torch.equal(tensor.detach(), copy)
 

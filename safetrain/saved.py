@@ -32,7 +32,7 @@ def nodes_of(root: Any, limit: int = 1_000_000) -> list[Any]:
 
 
 def saved_by(node: Any) -> Iterator[SavedTensor]:
-    """The tensors that a node saved. Those behind hooks (checkpointing, offloading) are left out: reading would run them."""
+    """The tensors that a node saved, without those behind hooks (checkpointing, offloading): reading would run them."""
     kind = type(node)
     fields = _fields.get(kind)
     if fields is None:

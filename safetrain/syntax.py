@@ -53,7 +53,11 @@ def statement_at(filename: str, line: int) -> ast.stmt | None:
 def class_at(filename: str, name: str) -> ast.ClassDef | None:
     """The definition of a class in a file."""
     tree = tree_of(filename)
-    return next((n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == name), None) if tree is not None else None
+    return (
+        next((n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == name), None)
+        if tree is not None
+        else None
+    )
 
 
 def scope_of(node: ast.AST) -> ast.AST:
@@ -67,19 +71,16 @@ def scope_of(node: ast.AST) -> ast.AST:
 
 
 def running_node(frame: FrameType) -> ast.AST | None:
-    """The expression or statement that a frame is in the middle of. Python 3.11+; None before, where columns are unknown."""
-    if sys.version_info < (3, 11):
-        return None
+    """The expression or statement that a frame is in the middle of. None before Python 3.11: columns are unknown."""
     return _node_at(frame.f_code, frame.f_lasti)
 
 
 @functools.lru_cache(maxsize=512)
 def _node_at(code: CodeType, instruction: int) -> ast.AST | None:
-    if sys.version_info < (3, 11):
-        return None
-    position = next(itertools.islice(code.co_positions(), instruction // 2, None), None)
-    tree = tree_of(code.co_filename)
-    if position is None or tree is None:
+    positions = getattr(code, "co_positions", None)
+    position = next(itertools.islice(positions(), instruction // 2, None), None) if positions is not None else None
+    tree = tree_of(code.co_filename) if position is not None else None
+    if tree is None:
         return None
     for node in ast.walk(tree):
         if isinstance(node, (ast.expr, ast.stmt)) and (
@@ -90,14 +91,16 @@ def _node_at(code: CodeType, instruction: int) -> ast.AST | None:
 
 
 def operand_names(node: ast.AST) -> set[str]:
-    """Names that an expression uses directly: `x` in `f(x)`, `x + y`, `x.relu()`, `[x]`; not those inside other calls."""
+    """Names that an expression uses directly: `x` in `f(x)`, `x + y`, `x.relu()`, `[x]`; not inside other calls."""
     found: set[str] = set()
     stack: list[ast.AST] = [node]
     while stack:
         here = stack.pop()
         if isinstance(here, ast.Name):
             found.add(here.id)
-        elif here is node or isinstance(here, (ast.Attribute, ast.Subscript, ast.Starred, ast.keyword, ast.List, ast.Tuple, ast.UnaryOp)):
+        elif here is node or isinstance(
+            here, (ast.Attribute, ast.Subscript, ast.Starred, ast.keyword, ast.List, ast.Tuple, ast.UnaryOp)
+        ):
             stack += ast.iter_child_nodes(here)
     return found
 
@@ -126,7 +129,7 @@ def lines_where(filename: str, test: Callable[[ast.AST], bool], *, inside: ast.A
 
 
 def is_call_of(node: ast.AST, *names: str) -> bool:
-    """Whether a node calls a function or method of that last name: `set_grad_enabled` in `torch.set_grad_enabled(False)`."""
+    """Whether a node calls a function or method of that last name: `no_grad` in `torch.no_grad()`."""
     return isinstance(node, ast.Call) and called_name(node) in names
 
 
@@ -144,7 +147,9 @@ def assignments_of(filename: str, name: str, *, line: int | None = None) -> list
     if anchor is None:
         return []
     scope = scope_of(anchor)
-    found = [n for n in ast.walk(scope) if isinstance(n, ast.stmt) and scope_of(n) is scope and name in assigned_names(n)]
+    found = [
+        n for n in ast.walk(scope) if isinstance(n, ast.stmt) and scope_of(n) is scope and name in assigned_names(n)
+    ]
     return sorted(found, key=lambda n: n.lineno)
 
 
@@ -159,13 +164,13 @@ def attribute_stores(filename: str, attribute: str) -> list[ast.stmt]:
     statements = []
     for node in found:
         while not isinstance(node, ast.stmt):
-            node = node.parent  # type: ignore[attr-defined]
+            node = node.parent
         statements.append(node)
     return sorted(statements, key=lambda n: n.lineno)
 
 
 def carried_names(filename: str, line: int) -> Iterator[tuple[str, ast.stmt]]:
-    """Names that the loop around `line` reads before it binds them, with the statement that binds them for the next turn."""
+    """Names that the loop around `line` reads before it binds them, with the statement that binds them."""
     here: Any = statement_at(filename, line)
     while here is not None and not isinstance(here, _Loop):
         if isinstance(here, _Function):

@@ -1,6 +1,6 @@
-"""Assertions for people's own tests: gradients that are right and complete, graphs that die, steps without silent faults.
+"""Assertions for people's own tests: right and complete gradients, graphs that die, steps without silent faults.
 
-    from safetrain.testing import check_function, assert_all_params_get_grad, assert_no_retained_graph
+from safetrain.testing import check_function, assert_all_params_get_grad, assert_no_retained_graph
 """
 
 from __future__ import annotations
@@ -134,7 +134,9 @@ class _Case:
         floating = [i for i, x in enumerate(self.inputs) if isinstance(x, Tensor) and x.is_floating_point()]
         return [i for i in floating if self.inputs[i].requires_grad] or floating
 
-    def make(self, *, scale: float = 1.0, dtype: torch.dtype | None = torch.float64, only: int | None = None) -> list[Any]:
+    def make(
+        self, *, scale: float = 1.0, dtype: torch.dtype | None = torch.float64, only: int | None = None
+    ) -> list[Any]:
         """Fresh leaves, as copies of the inputs times `scale`."""
         made = []
         for i, value in enumerate(self.inputs):
@@ -156,15 +158,24 @@ class _Case:
         """A direction, the same at each run."""
         return [torch.randn(t.shape, generator=self.generator, dtype=torch.float64).to(t.dtype) for t in tensors]
 
-    def gradients(self, inputs: list[Any], weights: list[Tensor] | None = None) -> tuple[list[Tensor], dict[int, Tensor | None]]:
+    def gradients(
+        self, inputs: list[Any], weights: list[Tensor] | None = None
+    ) -> tuple[list[Tensor], dict[int, Tensor | None]]:
         """(outputs, gradient by position) for outputs weighted by `weights` (default: ones)."""
         outputs = self.outputs(inputs)
         wanted = [i for i in self.differentiable if inputs[i].requires_grad]
-        attached = [(o, w) for o, w in zip(outputs, weights or [torch.ones_like(o) for o in outputs], strict=True) if o.requires_grad]
+        attached = [
+            (o, w)
+            for o, w in zip(outputs, weights or [torch.ones_like(o) for o in outputs], strict=True)
+            if o.requires_grad
+        ]
         if not attached:
             return outputs, dict.fromkeys(wanted)
         grads = torch.autograd.grad(
-            [o for o, _ in attached], [inputs[i] for i in wanted], [w.to(o.dtype) for o, w in attached], allow_unused=True
+            [o for o, _ in attached],
+            [inputs[i] for i in wanted],
+            [w.to(o.dtype) for o, w in attached],
+            allow_unused=True,
         )
         return outputs, dict(zip(wanted, grads, strict=True))
 
@@ -245,10 +256,16 @@ def _check_not_contiguous(case: _Case, name: str) -> Check:
             strided[i] = value.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_(value.requires_grad)
     outputs, strided_grads = case.gradients(strided)
     worst = max(
-        [_deviation(a, b) for a, b in zip(outputs, expected, strict=True)] + [_deviation(strided_grads[i], grads[i]) for i in grads],
+        [_deviation(a, b) for a, b in zip(outputs, expected, strict=True)]
+        + [_deviation(strided_grads[i], grads[i]) for i in grads],
         default=0.0,
     )
-    return Check(name, worst <= case.tolerance, "" if worst <= case.tolerance else "the result depends on the memory layout", worst)
+    return Check(
+        name,
+        worst <= case.tolerance,
+        "" if worst <= case.tolerance else "the result depends on the memory layout",
+        worst,
+    )
 
 
 def _check_untouched(case: _Case, name: str) -> Check:
@@ -270,7 +287,9 @@ def _check_compiled(case: _Case, name: str, backend: str) -> Check:
     expected, grads = case.gradients(case.make(dtype=None))
     fast = _Case(torch.compile(case.apply, backend=backend), case.inputs, case.generator, case.tolerance)
     outputs, fast_grads = fast.gradients(fast.make(dtype=None))
-    parts = [(f"output {i}", a, b) for i, (a, b) in enumerate(zip(outputs, expected, strict=True))]
+    parts: list[tuple[str, Tensor | None, Tensor | None]] = [
+        (f"output {i}", a, b) for i, (a, b) in enumerate(zip(outputs, expected, strict=True))
+    ]
     parts += [(f"the gradient of input {i}", fast_grads[i], grads[i]) for i in grads]
     worst = max(parts, key=lambda part: _deviation(part[1], part[2]))
     deviation = _deviation(worst[1], worst[2])
@@ -339,7 +358,7 @@ def _matches(name: str, patterns: list[str]) -> bool:
 
 
 def assert_optimizer_covers(model: nn.Module, optimizers: Optimizer | Mapping[str, Optimizer]) -> None:
-    """Fail when trainable parameters are in no optimizer, in two, or the optimizer holds tensors that are not the model's."""
+    """Fail when trainable parameters are in no optimizer, or in two, or an optimizer holds tensors of no model."""
     loud = [f for f in find_optimizer_mismatches(model, optimizers) if f.severity != "note"]
     if loud:
         raise AssertionError("\n".join(_describe(f) for f in loud))
@@ -434,6 +453,10 @@ def _is_plain_name(finding: Finding) -> bool:
 
 
 def _describe(finding: Finding) -> str:
-    at = f"\n  at {finding.source.file}:{finding.source.line}: {finding.source.text}" if finding.source is not None else ""
+    at = (
+        f"\n  at {finding.source.file}:{finding.source.line}: {finding.source.text}"
+        if finding.source is not None
+        else ""
+    )
     fix = f"\n  fix: {finding.fix}" if finding.fix else ""
     return f"{finding.code} {finding.name}: {finding.message}{at}{fix}"

@@ -62,7 +62,9 @@ def test_an_inplace_layer_after_one_that_saved_its_result() -> None:
     class Bad(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Sigmoid(), nn.Hardtanh(0.2, 0.8, inplace=True))
+            self.layers = nn.Sequential(
+                nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Sigmoid(), nn.Hardtanh(0.2, 0.8, inplace=True)
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return self.layers(x)  # conv-changed
@@ -130,7 +132,9 @@ def _gan(kind: type[Trainer], first_bad: int) -> Outcome:
     from safetrain.findings import Report
 
     torch.manual_seed(0)
-    model = nn.ModuleDict({"gen": nn.Linear(3, 4), "critic": nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))})
+    model = nn.ModuleDict(
+        {"gen": nn.Linear(3, 4), "critic": nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))}
+    )
     optimizers = {name: torch.optim.Adam(part.parameters(), 1e-3) for name, part in model.items()}
     report = Report()
     guard = AutopsyGuard(report, screen=first_bad == 1)  # without a record the step is found in the source
@@ -158,7 +162,11 @@ def test_a_buffer_that_the_second_forward_updates() -> None:
     model = Normed()
     both = lambda m, b: m(b[0]).mean() - m(b[0] + 1).mean()  # noqa: E731
     finding = run(model, both, regression()).only("G122")
-    assert finding.holder == "buffer `scale`" and finding.source is not None and finding.source.line == line_of("buffer-changed")
+    assert (
+        finding.holder == "buffer `scale`"
+        and finding.source is not None
+        and finding.source.line == line_of("buffer-changed")
+    )
     assert run(model, lambda m, b: m(b[0]).mean(), regression()).codes == []
 
 

@@ -1,4 +1,4 @@
-"""Wrong results that raise no error: planted, found in the first step; and the innocent programs that look like them."""
+"""Wrong results that raise no error: planted and found in the first step; and innocent programs that look like them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,9 @@ def test_features_kept_in_a_list_and_then_activated_in_place() -> None:
     class Taps(nn.Module):
         def __init__(self, inplace: bool) -> None:
             super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(6, 8), nn.ELU(inplace=inplace), nn.Linear(8, 8), nn.ELU(inplace=inplace)])
+            self.layers = nn.ModuleList(
+                [nn.Linear(6, 8), nn.ELU(inplace=inplace), nn.Linear(8, 8), nn.ELU(inplace=inplace)]
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             kept = []
@@ -227,8 +229,8 @@ def _data_noise(x: Tensor, w: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "body",
     [
-        _relu_chain, _bare_statement, _fresh_sum, _positions, _masked, _nested, _called_twice, _branches, _unchanged_value,
-        _conditional, _lists, _data_noise,
+        _relu_chain, _bare_statement, _fresh_sum, _positions, _masked, _nested, _called_twice, _branches,
+        _unchanged_value, _conditional, _lists, _data_noise,
     ],
 )  # fmt: skip
 def test_inplace_code_that_is_right_is_not_accused(body: Any) -> None:
@@ -313,7 +315,9 @@ def test_buffers_moved_by_the_forward_are_fine() -> None:
     class Busy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8)), nn.BatchNorm1d(8), nn.Linear(8, 1))
+            self.net = nn.Sequential(
+                nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8)), nn.BatchNorm1d(8), nn.Linear(8, 1)
+            )
             self.teacher = copy.deepcopy(self.net[2]).requires_grad_(False)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -396,7 +400,7 @@ def test_gradient_noise_in_a_hook_is_not_a_recomputation() -> None:
 
 @pytest.mark.parametrize("how", ["another layer", "another factor", "the same"])
 def test_a_recomputation_that_does_something_else_unnoticed(how: str) -> None:
-    """Same number and shapes of saved tensors, so torch says nothing; gradients are those of other weights or values."""
+    """Same number and shapes of saved tensors, so torch says nothing; gradients are those of other values."""
 
     class Sometimes(nn.Module):
         def __init__(self) -> None:
@@ -425,7 +429,9 @@ def test_a_recomputation_that_does_something_else_unnoticed(how: str) -> None:
         assert outcome.codes == []
         return
     finding = outcome.only("G126")
-    assert finding.source is not None and finding.source.line == line_of(how.replace("another", "other").replace(" ", "-"))
+    assert finding.source is not None and finding.source.line == line_of(
+        how.replace("another", "other").replace(" ", "-")
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -464,7 +470,12 @@ def _one_step(model: nn.Module, loss_of: Any, batch: Any, *, screened: bool, amp
         assert screen.stop()
         assert screen.findings() == []
         assert len(screen.record.ops) > 5
-    return [loss.detach(), *model.state_dict().values(), *(p.grad for p in model.parameters() if p.grad is not None), torch.get_rng_state()]
+    return [
+        loss.detach(),
+        *model.state_dict().values(),
+        *(p.grad for p in model.parameters() if p.grad is not None),
+        torch.get_rng_state(),
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)

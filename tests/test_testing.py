@@ -109,7 +109,7 @@ def test_a_wrong_factor_is_reported_with_its_size() -> None:
 
 
 def test_a_pole_at_zero_is_found() -> None:
-    with pytest.raises(AssertionError, match="FAIL finite gradients where the output is finite: .*at zero"):
+    with pytest.raises(AssertionError, match=r"FAIL finite gradients where the output is finite: .*at zero"):
         check_function(RootOfSquares, torch.randn(6) + 2, compiled=False)
 
 
@@ -143,7 +143,7 @@ def test_compiled_results_are_compared_with_eager() -> None:
     def differs(x: Tensor) -> Tensor:
         return x * 2.0 if torch.compiler.is_compiling() else x * 3.0
 
-    with pytest.raises(AssertionError, match="FAIL compiled .*off by 0.33"):
+    with pytest.raises(AssertionError, match=r"FAIL compiled .*off by 0.33"):
         check_function(differs, torch.randn(3), backend="aot_eager")
 
 

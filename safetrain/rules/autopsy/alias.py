@@ -16,7 +16,9 @@ from safetrain.recorder import Op, OpInfo, Recorder, Watcher
 from safetrain.rules.autopsy.catalogue import INPLACE_ALIAS
 from safetrain.source import USER, frame_locals, grade
 
-_IDEMPOTENT = frozenset({"relu_", "clamp_", "clamp_min_", "clamp_max_", "hardtanh_", "abs_", "sign_", "ceil_", "floor_", "round_"})
+_IDEMPOTENT = frozenset(
+    {"relu_", "clamp_", "clamp_min_", "clamp_max_", "hardtanh_", "abs_", "sign_", "ceil_", "floor_", "round_"}
+)
 """Doing these twice changes nothing: branches that each begin with one on a shared input are right."""
 
 
@@ -41,7 +43,8 @@ class AliasWatcher(Watcher):
     """Watches in-place writes to values that a name of a running user frame holds, and later reads through that name.
 
     `x = relu_(x)` rebinds the name, so reading `x` afterwards is what was meant; `out = relu_(x)` followed by a read of
-    `x` is not. Which name a statement reads is taken from its syntax tree. Copies each suspected value around its write.
+    `x` is not. Which name a statement reads is taken from its syntax tree. Each suspected value is copied around its
+    write, to see whether that changed it.
     """
 
     def __init__(self, record: Recorder | None = None) -> None:
@@ -94,7 +97,15 @@ class AliasWatcher(Watcher):
 
         def suspect(name: str, in_container: bool) -> _Suspect:
             return _Suspect(
-                op, module, id(here), here.f_code, here.f_lasti, statement, name, in_container, rebound if in_container else frozenset()
+                op,
+                module,
+                id(here),
+                here.f_code,
+                here.f_lasti,
+                statement,
+                name,
+                in_container,
+                rebound if in_container else frozenset(),
             )
 
         return [suspect(n, False) for n in names] + [suspect(n, True) for n in containers]
@@ -150,7 +161,9 @@ def _written_by_layer(frame: FrameType) -> bool:
 def _names_of(tensor: Tensor, local: dict[str, Any]) -> tuple[frozenset[str], frozenset[str]]:
     """(names bound to the tensor, names of containers that hold it)."""
     names = frozenset(name for name, value in local.items() if value is tensor)
-    containers = frozenset(name for name, value in local.items() if type(value) in (list, tuple, dict) and tensor_in(value, tensor))
+    containers = frozenset(
+        name for name, value in local.items() if type(value) in (list, tuple, dict) and tensor_in(value, tensor)
+    )
     return names, containers
 
 
@@ -179,6 +192,8 @@ def _finding(suspect: _Suspect) -> Finding:
         module=suspect.module,
         op=write.short_name,
         holder=f"`{suspect.name}` in {suspect.code.co_name}()",
-        cause=f"{write.short_name} overwrote {held}, so the later read sees its result: another function than written, and no error",
-        fix="make that operation out of place (`nn.ReLU()` without inplace=True, `x + y` for `x += y`), or hand it a `.clone()`",
+        cause=f"{write.short_name} overwrote {held}, so the later read sees its result: another function than "
+        "written, and no error",
+        fix="make that operation out of place (`nn.ReLU()` without inplace=True, `x + y` for `x += y`), or hand it a "
+        "`.clone()`",
     )

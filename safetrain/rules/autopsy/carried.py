@@ -44,7 +44,8 @@ def explain_backward_twice(failure: Failure) -> Finding:
         return BACKWARD_TWICE.finding(
             "backward ran into a graph that an earlier backward has already freed",
             source=failure.source,
-            cause="part of this loss was computed before an earlier backward; no name still reaches the tensor that links them",
+            cause="part of this loss was computed before an earlier backward; no name still reaches the tensor that "
+            "links them",
             fix="compute every part of the loss anew after each backward, or detach what is carried over",
         )
     how = (
@@ -60,7 +61,8 @@ def explain_backward_twice(failure: Failure) -> Finding:
         fix=(
             f"detach it where it is stored: `{carrier.name} = {carrier.name}.detach()`"
             if carrier.reassigned
-            else f"recompute `{carrier.name}` after each backward (inside the loop or closure), or `.detach()` it if it is meant to stay fixed"
+            else f"recompute `{carrier.name}` after each backward (inside the loop or closure), "
+            "or `.detach()` it if it is meant to stay fixed"
         )
         + "; retain_graph=True would only hide this and keep every step's graph",
     )
@@ -111,7 +113,7 @@ def _caller(call: Any) -> str:
 
 
 def find_carrier(failure: Failure, nodes: list[Any], old: set[Any]) -> Carrier | None:
-    """The name that links this loss to an earlier graph: one that still holds the old tensor, else one that is carried over."""
+    """The name that links this loss to an earlier graph: one that holds the old tensor, else one carried over."""
     named = list(named_tensors(failure))
     links = {child for n in nodes if n not in old for child, _ in n.next_functions if child in old}
     found = _holding(named, links) or _holding(named, old)
@@ -133,7 +135,12 @@ def _shared(failure: Failure, named: list[Named], nodes: list[Any]) -> Named | N
     mine = set(nodes)
     loss = failure.loss
     for other in named:
-        if other.tensor.grad_fn is None or other.tensor is loss or other.tensor.numel() != 1 or other.tensor.grad_fn in mine:
+        if (
+            other.tensor.grad_fn is None
+            or other.tensor is loss
+            or other.tensor.numel() != 1
+            or other.tensor.grad_fn in mine
+        ):
             continue
         shared = mine.intersection(nodes_of(other.tensor.grad_fn))
         held = _holding([n for n in named if n.tensor is not loss], {n for n in shared if n._sequence_nr() < _LEAF})
@@ -143,7 +150,7 @@ def _shared(failure: Failure, named: list[Named], nodes: list[Any]) -> Named | N
 
 
 def _free_variable(failure: Failure, named: list[Named], nodes: set[Any]) -> Named | None:
-    """Without a boundary: a value of this graph that the failed function did not make itself (a closure's, a global)."""
+    """Without a boundary: a value of this graph that the failed function did not make (a closure's, a global)."""
     outside = [
         n
         for n in named
@@ -160,7 +167,11 @@ def _carried_over(failure: Failure, named: list[Named], nodes: set[Any]) -> Carr
     """The old tensor has no name any more: a name that outlives the step and holds a value of this step's graph."""
     inner = {n for n in nodes if n._sequence_nr() < _LEAF}
     for item in named:
-        if item.tensor.grad_fn is None or item.tensor is failure.loss or inner.isdisjoint(nodes_of(item.tensor.grad_fn)):
+        if (
+            item.tensor.grad_fn is None
+            or item.tensor is failure.loss
+            or inner.isdisjoint(nodes_of(item.tensor.grad_fn))
+        ):
             continue
         if item.owner is not None:
             source = attribute_store(item.owner, item.name)
@@ -227,7 +238,7 @@ def attribute_store(owner: Any, attribute: str) -> SourceLine | None:
 
 
 def file_of_class(kind: type) -> str | None:
-    """The source file of a class, from its own methods: `inspect` asks the module, which a script that was run lacks."""
+    """The source file of a class, from its own methods: `inspect` asks the module, which a script may lack."""
     for member in vars(kind).values():
         code = getattr(member, "__code__", None)
         if code is not None and grade(code.co_filename) == USER:
@@ -249,7 +260,9 @@ def _is_reset(statement: ast.stmt) -> bool:
     value = getattr(statement, "value", None)
     if isinstance(value, ast.Constant):
         return True
-    return value is not None and any(syntax.is_call_of(n, "detach", "zeros", "zeros_like", "new_zeros") for n in ast.walk(value))
+    return value is not None and any(
+        syntax.is_call_of(n, "detach", "zeros", "zeros_like", "new_zeros") for n in ast.walk(value)
+    )
 
 
 def _in_constructor(statement: ast.stmt) -> bool:
@@ -263,7 +276,11 @@ def _container_store(filename: str, name: str) -> SourceLine | None:
     def stores(node: ast.AST) -> bool:
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
             return isinstance(node.value, ast.Name) and node.value.id == name
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in {"append", "extend", "update"}:
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in {"append", "extend", "update"}
+        ):
             return isinstance(node.func.value, ast.Name) and node.func.value.id == name
         return False
 

@@ -19,11 +19,15 @@ from safetrain.rules.autopsy.failure import Failure
 from safetrain.source import USER, grade, line_text
 
 _NOT_DIFFERENTIABLE = frozenset(
-    "argmax argmin argsort eq ne lt le gt ge isnan isinf isfinite logical_and logical_or logical_not logical_xor bitwise_and "
-    "bitwise_or bitwise_not nonzero one_hot multinomial bincount searchsorted bucketize histc any all sort topk max min "
-    "count_nonzero unique _unique2 _local_scalar_dense equal allclose isclose bernoulli sgn_ floor_divide".split()
-)
-"""Operations whose (integer or boolean) result has no gradient. `max`, `sort` and the like only through their indices."""
+    {
+        "argmax", "argmin", "argsort", "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite",
+        "logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not",
+        "nonzero", "one_hot", "multinomial", "bincount", "searchsorted", "bucketize", "histc", "any", "all",
+        "sort", "topk", "max", "min", "count_nonzero", "unique", "_unique2", "_local_scalar_dense", "equal",
+        "allclose", "isclose", "bernoulli", "sgn_", "floor_divide",
+    }
+)  # fmt: skip
+"""Operations whose (integer or boolean) result has no gradient; `max`, `sort` and such only in their indices."""
 
 
 @dataclass(slots=True)
@@ -31,7 +35,7 @@ class Cut:
     """One place where a value with a graph was turned into one without."""
 
     kind: str
-    """`op` (an operation that has no gradient), `detach`, `item`, `no_grad`, or `grad` (autograd.grad without create_graph)."""
+    """`op` (it has no gradient), `detach`, `item`, `no_grad`, or `grad` (autograd.grad without create_graph)."""
     op: Op
 
     @property
@@ -92,7 +96,8 @@ def explain_no_graph(failure: Failure) -> Finding:
             "the loss carries no graph because no parameter of the model requires grad",
             source=failure.source,
             cause="every parameter has requires_grad=False",
-            fix="unfreeze what should train: `model.head.requires_grad_(True)`, and give those parameters to the optimizer",
+            fix="unfreeze what should train: `model.head.requires_grad_(True)`, and give those parameters to the "
+            "optimizer",
         )
     switched = _grad_mode_off(failure)
     if switched is not None:
@@ -131,7 +136,7 @@ def _grad_mode_off(failure: Failure) -> Finding | None:
 
 
 def _above_first_without(record: Recorder | None, candidates: list[SourceLine]) -> SourceLine | None:
-    """The switch just above the first operation that ran without gradients to the end of the record, in its function."""
+    """The switch above the first operation from which the record ran without gradients to its end, in its function."""
     first: Op | None = None
     for op in reversed(record.ops) if record is not None else ():
         if op.task != -1 or op.grad_enabled:
@@ -242,7 +247,9 @@ def _fix(kind: str) -> str:
     }[kind]
 
 
-_CUTTING_CALLS = frozenset({"detach", "item", "argmax", "argmin", "numpy", "tolist", "from_numpy", "as_tensor", "tensor", "round", "sign"})
+_CUTTING_CALLS = frozenset(
+    {"detach", "item", "argmax", "argmin", "numpy", "tolist", "from_numpy", "as_tensor", "tensor", "round", "sign"}
+)
 
 
 def _cut_from_source(failure: Failure) -> Finding:
@@ -289,7 +296,13 @@ def explain_non_scalar(failure: Failure) -> Finding:
         if made_by is not None and (source is None or "backward(" not in source.text):
             source = made_by.source  # a trainer called backward: the line that made the loss is the one to change
     shape = f" of shape {list(loss.shape)}" if loss is not None else ""
-    op = made_by.short_name if made_by else loss.grad_fn.name() if loss is not None and loss.grad_fn is not None else None
+    op = (
+        made_by.short_name
+        if made_by
+        else loss.grad_fn.name()
+        if loss is not None and loss.grad_fn is not None
+        else None
+    )
     return NON_SCALAR.finding(
         f"backward was called on a tensor{shape}, not on one number" + (f"; it was made by {op}" if op else ""),
         source=source,

@@ -136,7 +136,7 @@ class Named:
 
 
 def named_tensors(failure: Failure) -> Iterator[Named]:
-    """Tensors that names reach: locals of the user's frames (innermost first), attributes of modules and of `self`, globals."""
+    """Tensors that names reach: locals of the user's frames (innermost first), attributes of objects, globals."""
     seen: set[int] = set()
     for frame, line in failure.user_frames:
         where = f"in {frame.f_code.co_name}()" if frame.f_code.co_name != "<module>" else "of the script"
@@ -156,7 +156,11 @@ def named_tensors(failure: Failure) -> Iterator[Named]:
 
 def _attributes(name: str, owner: Any, seen: set[int]) -> Iterator[Named]:
     kind = type(owner)
-    if id(owner) in seen or isinstance(owner, (type, dict, list, tuple, Tensor)) or kind.__module__.startswith(("torch.", "builtins")):
+    if (
+        id(owner) in seen
+        or isinstance(owner, (type, dict, list, tuple, Tensor))
+        or kind.__module__.startswith(("torch.", "builtins"))
+    ):
         return
     attributes = getattr(owner, "__dict__", None)
     if not isinstance(attributes, dict):
@@ -168,9 +172,9 @@ def _attributes(name: str, owner: Any, seen: set[int]) -> Iterator[Named]:
                 yield Named(tensor, f"`{name}.{attribute}{suffix}` ({kind.__name__})", attribute, owner=owner)
     if isinstance(owner, nn.Module):
         for word, held in (("buffer", owner._buffers), ("parameter", owner._parameters)):
-            for attribute, tensor in held.items():
-                if tensor is not None:
-                    yield Named(tensor, f"{word} `{name}.{attribute}` ({kind.__name__})", attribute, owner=owner)
+            for attribute, value in held.items():
+                if isinstance(value, Tensor):
+                    yield Named(value, f"{word} `{name}.{attribute}` ({kind.__name__})", attribute, owner=owner)
 
 
 def _inside(value: Any, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
@@ -196,7 +200,9 @@ def list_names(names: Iterable[str], limit: int = 3) -> str:
 def tensor_in_message(text: str) -> tuple[tuple[int, ...] | None, str | None, int | None, int | None]:
     """(shape, op that made it, its version, the version expected) out of autograd's in-place message."""
     match = re.search(
-        r"\[[\w.]*Tensor \[([\d, ]*)\]\](?:, which is output \d+ of (\w+),)? is at version (\d+); expected version (\d+)", text
+        r"\[[\w.]*Tensor \[([\d, ]*)\]\](?:, which is output \d+ of (\w+),)?"
+        r" is at version (\d+); expected version (\d+)",
+        text,
     )
     if match is None:
         return None, None, None, None

@@ -35,8 +35,10 @@ def explain_inference_tensor(failure: Failure) -> Finding:
         source=stored or used,
         holder=item.label,
         module=type(item.owner).__name__ if item.owner is not None else None,
-        cause=f"`{item.name}` was made while torch.inference_mode() was on (an evaluation filled a cache), and training reads it",
-        fix="evaluate under torch.no_grad(), or fill the cache with `.clone()` outside inference_mode, or clear it after evaluation",
+        cause=f"`{item.name}` was made while torch.inference_mode() was on (an evaluation filled a cache), and "
+        "training reads it",
+        fix="evaluate under torch.no_grad(), or fill the cache with `.clone()` outside inference_mode, or clear it "
+        "after evaluation",
     )
 
 

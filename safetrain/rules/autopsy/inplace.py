@@ -18,11 +18,14 @@ from safetrain.rules.autopsy.catalogue import INPLACE_MODIFIED, LEAF_INPLACE
 from safetrain.rules.autopsy.failure import Failure, names_in, tensor_in_message
 from safetrain.saved import SavedTensor, nodes_of, saved_by
 
-_FIX = "use the out-of-place form there (`x = x + y` for `x += y`, `x.clone()` before the change), or make the change after backward"
+_FIX = (
+    "use the out-of-place form there (`x = x + y` for `x += y`, `x.clone()` before the change), "
+    "or make the change after backward"
+)
 
 
 def explain_inplace_modified(failure: Failure) -> Finding:
-    """The finding for “one of the variables needed for gradient computation has been modified by an inplace operation”."""
+    """The finding for “… needed for gradient computation has been modified by an inplace operation”."""
     changed = _first_changed(failure)
     if changed is not None and failure.record is not None:
         exact = _from_record(failure, failure.record, changed)
@@ -53,7 +56,9 @@ def _from_record(failure: Failure, record: Recorder, changed: SavedTensor) -> Fi
     if saver is None:
         return None
     shape, _, _, expected = tensor_in_message(changed.error)
-    storages = {i.storage for i in saver.inputs if shape is None or i.shape == shape or sorted(i.shape) == sorted(shape)}
+    storages = {
+        i.storage for i in saver.inputs if shape is None or i.shape == shape or sorted(i.shape) == sorted(shape)
+    }
     exact = {i.storage for i in saver.inputs if i.shape == shape and i.version == expected}
     if changed.field in ("result", "output", "hy", "cy"):
         exact = set(saver.outputs)
@@ -89,11 +94,15 @@ def _exact_finding(failure: Failure, saver: Op, write: Op, storage: int) -> Find
 def _fix_for(optimizer: str | None, name: str | None, kind: str) -> str:
     if optimizer:
         return (
-            f"call backward on every loss that uses these weights before `{optimizer}.step()`, or compute the second loss after it"
+            f"call backward on every loss that uses these weights before `{optimizer}.step()`, or compute the "
+            "second loss after it"
         )
     if kind == "buffer " and name:
         attribute = name.rsplit(".", 1)[-1]
-        return f"read a copy in the forward (`self.{attribute}.clone()`), or rebind it (`self.{attribute} = new`) instead of writing into it"
+        return (
+            f"read a copy in the forward (`self.{attribute}.clone()`), or rebind it (`self.{attribute} = new`) "
+            "instead of writing into it"
+        )
     return _FIX
 
 
@@ -108,7 +117,9 @@ def _changed_parameter(failure: Failure, changed: SavedTensor | None) -> str | N
     shape, _, version, _ = tensor_in_message(changed.error if changed is not None else failure.text)
     if shape is None or version is None:
         return None
-    near = {id(n.variable) for n in _close_nodes(changed.node) if hasattr(n, "variable")} if changed is not None else set()
+    near = (
+        {id(n.variable) for n in _close_nodes(changed.node) if hasattr(n, "variable")} if changed is not None else set()
+    )
     fitting = [
         (name, p)
         for name, p in failure.model.named_parameters()
@@ -123,7 +134,10 @@ def _close_nodes(node: Any) -> list[Any]:
     while stack:
         here = stack.pop()
         found.append(here)
-        if any(word in here.name() for word in ("TBackward", "View", "Transpose", "Permute", "Expand", "AsStrided", "ToCopy")):
+        if any(
+            word in here.name()
+            for word in ("TBackward", "View", "Transpose", "Permute", "Expand", "AsStrided", "ToCopy")
+        ):
             stack += [child for child, _ in here.next_functions if child is not None]
     return found
 
@@ -136,14 +150,15 @@ def _parameter_changed(failure: Failure, name: str, changed: SavedTensor | None)
     nodes = nodes_of(failure.loss.grad_fn) if failure.loss is not None else []
     old = older_nodes(failure, nodes)
     module = name.rsplit(".", 1)[0] if "." in name else None
-    common: dict[str, Any] = dict(params=[name], module=module, op="optimizer.step")
+    common: dict[str, Any] = {"params": [name], "module": module, "op": "optimizer.step"}
     # In a loop, a step that stands below the failed backward in the source was an earlier turn's.
     if step_line is None and changed is not None and changed.node in old:
         carrier = find_carrier(failure, nodes, old)
         retained = "retain_graph" in (failure.source.text if failure.source else "")
         label = carrier.label if carrier else "a tensor kept from an earlier step"
         return INPLACE_MODIFIED.finding(
-            f"backward runs through an earlier step's graph, which {label} carries into this one; `{name}` has been stepped since",
+            f"backward runs through an earlier step's graph, which {label} carries into this one; `{name}` has been "
+            "stepped since",
             source=(carrier.source if carrier else None) or failure.source,
             holder=carrier.label if carrier else None,
             cause=f"{label} still hangs on an earlier step's graph"
@@ -198,7 +213,12 @@ def _changed_buffer(failure: Failure) -> tuple[str, nn.Module, str] | None:
     for path, module in failure.model.named_modules():
         held = {**module._buffers, **{k: v for k, v in vars(module).items() if isinstance(v, Tensor)}}
         for attribute, value in held.items():
-            if value is not None and not value.is_inference() and tuple(value.shape) == shape and value._version == version:
+            if (
+                value is not None
+                and not value.is_inference()
+                and tuple(value.shape) == shape
+                and value._version == version
+            ):
                 return (f"{path}.{attribute}" if path else attribute), module, attribute
     return None
 
@@ -249,11 +269,17 @@ def _from_source(failure: Failure, changed: SavedTensor | None) -> Finding:
     node = changed.node.name() if changed is not None else "an operation"
     op = (made_by or "").removesuffix("0").removesuffix("Backward") or None
     return INPLACE_MODIFIED.finding(
-        f"a tensor of shape {list(shape) if shape is not None else '?'} that {node} saved was changed in place before backward",
+        f"a tensor of shape {list(shape) if shape is not None else '?'} that {node} saved was changed in place "
+        "before backward",
         source=writes[0] if len(writes) == 1 else failure.source,
         op=op,
-        cause=(f"the value now there was made by {op}; " if op else "") + "inferred without a replay"
-        + ("; in-place statements near it: " + "; ".join(f"line {w.line} `{w.text}`" for w in writes[:5]) if writes else ""),
+        cause=(f"the value now there was made by {op}; " if op else "")
+        + "inferred without a replay"
+        + (
+            "; in-place statements near it: " + "; ".join(f"line {w.line} `{w.text}`" for w in writes[:5])
+            if writes
+            else ""
+        ),
         fix=_FIX,
     )
 
@@ -281,7 +307,8 @@ def explain_leaf_inplace(failure: Failure) -> Finding:
         params=[name] if name else [],
         op=op,
         cause="autograd cannot give a gradient for a leaf that is overwritten by a recorded operation",
-        fix="wrap the update in `with torch.no_grad():` (initialisation, clamping, EMA), or work on a new tensor: `w = self.weight + delta`",
+        fix="wrap the update in `with torch.no_grad():` (initialisation, clamping, EMA), or work on a new tensor: `w "
+        "= self.weight + delta`",
     )
 
 
@@ -328,4 +355,3 @@ _SYMBOLS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.MatMult
 
 def _symbol(statement: ast.AugAssign) -> str:
     return _SYMBOLS.get(type(statement.op), "")
-

@@ -17,7 +17,12 @@ from safetrain.rules.autopsy.carried import file_of_class
 from safetrain.rules.autopsy.catalogue import NONFINITE_GRAD, NONFINITE_LOSS
 from safetrain.saved import nodes_of, saved_by
 
-_DELIBERATE = frozenset("masked_fill masked_fill_ full full_like fill_ where scalar_tensor lift_fresh new_full index_put_ index_fill_ triu_ triu detach".split())
+_DELIBERATE = frozenset(
+    {
+        "masked_fill", "masked_fill_", "full", "full_like", "fill_", "where", "scalar_tensor", "lift_fresh",
+        "new_full", "index_put_", "index_fill_", "triu_", "triu", "detach",
+    }
+)  # fmt: skip
 """Operations that put an infinity where the user asked for one (attention masks)."""
 
 
@@ -38,7 +43,7 @@ def explain_nonfinite(model: nn.Module, replay: Callable[[], Tensor], *, scale: 
             return None
         start = len(record.ops)
         with record:
-            (loss * scale).backward()
+            torch.autograd.backward(loss * scale)
         return _gradient_finding(record, model, start)
 
 
@@ -78,10 +83,14 @@ def find_nonfinite_loss(model: nn.Module, loss: Tensor, record: Recorder | None 
 
 
 def _first_bad_node(loss: Tensor, is_bad: Callable[[Tensor], Tensor]) -> tuple[str | None, Any]:
-    """(operation, its node) that made the first bad value: the one that saved it as its result, else the one that fed it."""
+    """(operation, its node) that made the first bad value: one that saved it as result, else the one that fed it."""
     nodes = sorted(nodes_of(loss.grad_fn), key=lambda n: n._sequence_nr())
     for node in nodes:
-        bad = [s for s in saved_by(node) if s.tensor is not None and s.tensor.is_floating_point() and bool(is_bad(s.tensor).any())]
+        bad = [
+            s
+            for s in saved_by(node)
+            if s.tensor is not None and s.tensor.is_floating_point() and bool(is_bad(s.tensor).any())
+        ]
         if not bad:
             continue
         if any(s.field in ("result", "output") for s in bad):
@@ -105,18 +114,23 @@ def _where_called(model: nn.Module, name: str) -> tuple[SourceLine | None, str |
         filename = file_of_class(kind)
         node = syntax.class_at(filename, kind.__name__) if filename is not None else None
         if filename is not None and node is not None:
-            found += [(line, kind.__name__) for line in syntax.lines_where(filename, lambda n: syntax.is_call_of(n, name), inside=node)]
+            found += [
+                (line, kind.__name__)
+                for line in syntax.lines_where(filename, lambda n: syntax.is_call_of(n, name), inside=node)
+            ]
     return found[0] if len(found) == 1 else (None, None)
 
 
 def _bad_weights_finding(weights: list[str]) -> Finding:
     return NONFINITE_GRAD.finding(
-        f"the loss is not finite because weights are not: first `{weights[0]}` ({len(weights)} in all). A gradient of an earlier "
+        f"the loss is not finite because weights are not: first `{weights[0]}` ({len(weights)} in all). A gradient "
+        "of an earlier "
         "step was Inf or NaN and was stepped into them",
         params=weights[:5],
         op="optimizer.step",
         cause="non-finite gradients reached the optimizer",
-        fix="go back to a checkpoint with finite weights; step only when `torch.isfinite(clip_grad_norm_(...))`, or train with a gate for it",
+        fix="go back to a checkpoint with finite weights; step only when `torch.isfinite(clip_grad_norm_(...))`, or "
+        "train with a gate for it",
     )
 
 
@@ -130,13 +144,18 @@ def find_nonfinite_gradients(model: nn.Module) -> list[Finding]:
             f"Inf or NaN in the gradients of {len(bad)} parameters, first `{bad[0]}`",
             params=bad[:5],
             cause="backward gave Inf or NaN; which operation is not known without a replay",
-            fix="an operation downstream of the last of these has an infinite derivative (sqrt, norm or log at zero, a division): add an epsilon",
+            fix="an operation downstream of the last of these has an infinite derivative (sqrt, norm or log at zero, "
+            "a division): add an epsilon",
         )
     ]
 
 
 def _bad_weights(model: nn.Module) -> list[str]:
-    return [name for name, p in model.named_parameters() if p.is_floating_point() and not bool(torch.isfinite(p.detach()).all())]
+    return [
+        name
+        for name, p in model.named_parameters()
+        if p.is_floating_point() and not bool(torch.isfinite(p.detach()).all())
+    ]
 
 
 def _loss_finding(record: Recorder, loss: Tensor) -> Finding:
@@ -161,7 +180,7 @@ def _loss_finding(record: Recorder, loss: Tensor) -> Finding:
 
 
 def _origin(record: Recorder, op: Op) -> tuple[Op, str]:
-    """Follow a non-finite value back to the operation whose inputs were fine. Inputs from masks are named, not blamed."""
+    """Follow a non-finite value back to the operation whose inputs were fine. Masks are named, not blamed."""
     while True:
         bad = [record.ops[i.producer] for i in op.inputs if i.producer >= 0 and _is_bad(record.ops[i.producer])]
         if not bad:
@@ -191,16 +210,24 @@ def _inputs_were(record: Recorder, op: Op) -> str:
 
 def _remedy_for(name: str, *, masked: bool) -> str:
     if "softmax" in name and masked:
-        return "a row that is masked everywhere has no softmax: mask with `torch.finfo(scores.dtype).min` instead of -inf, or skip empty rows"
+        return (
+            "a row that is masked everywhere has no softmax: mask with `torch.finfo(scores.dtype).min` instead of "
+            "-inf, or skip empty rows"
+        )
     if name in ("log", "log2", "log10", "div", "reciprocal", "rsqrt", "sqrt", "pow", "div_", "acos", "asin", "atanh"):
         return f"keep the input of {name} away from its pole: clamp it, or add an epsilon inside"
     if name in ("exp", "mul", "matmul", "addmm", "mm", "bmm", "_to_copy", "pow", "sum"):
-        return "the values left the range of their dtype: use bf16 or fp32 there, scale down, or clip the input (log-space for exp)"
+        return (
+            "the values left the range of their dtype: use bf16 or fp32 there, scale down, or clip the input "
+            "(log-space for exp)"
+        )
     return f"look at the input of {name} on that line"
 
 
 def _gradient_finding(record: Recorder, model: nn.Module, start: int) -> Finding | None:
-    bad = [name for name, p in model.named_parameters() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+    bad = [
+        name for name, p in model.named_parameters() if p.grad is not None and not bool(torch.isfinite(p.grad).all())
+    ]
     if not bad:
         return None
     first = next((op for op in record.ops[start:] if op.has_nan or op.has_inf), None)
@@ -214,7 +241,8 @@ def _gradient_finding(record: Recorder, model: nn.Module, start: int) -> Finding
     name = shown.short_name if shown is not None else None
     backward_of = f"the gradient of {name}{where}" if maker is not None else f"{name}{where}"
     return NONFINITE_GRAD.finding(
-        f"the loss is finite but gradients are not: {len(bad)} of the parameters, first `{bad[0]}`; it began in {backward_of}",
+        f"the loss is finite but gradients are not: {len(bad)} of the parameters, first `{bad[0]}`; it began in "
+        f"{backward_of}",
         params=bad[:5],
         source=source,
         module=maker.module if maker is not None else None,
@@ -226,5 +254,11 @@ def _gradient_finding(record: Recorder, model: nn.Module, start: int) -> Finding
 
 def _gradient_remedy(name: str | None) -> str:
     if name in ("sqrt", "norm", "linalg_vector_norm", "pow", "div", "log", "acos", "asin", "atan2", "_cdist_forward"):
-        return f"the derivative of {name} is infinite there (a zero input): add an epsilon inside it; torch.where does not protect, because both branches are differentiated"
-    return "the gradient left the range of its dtype, or a derivative has a pole there: lower the loss scale, use bf16, or keep the input away from it"
+        return (
+            f"the derivative of {name} is infinite there (a zero input): add an epsilon inside it; torch.where "
+            "does not protect, because both branches are differentiated"
+        )
+    return (
+        "the gradient left the range of its dtype, or a derivative has a pole there: lower the loss scale, use "
+        "bf16, or keep the input away from it"
+    )

@@ -72,14 +72,16 @@ def _mismatch(draw: _Draw) -> Finding:
     line = f" (line {drawn_at.line}: `{drawn_at.text}`)" if drawn_at else ""
     inside = f" in module `{draw.module}`" if draw.module else ""
     return RECOMPUTE_MISMATCH.finding(
-        f"the recomputation under activation checkpointing drew other random numbers than the forward: {draw.op.short_name}"
+        "the recomputation under activation checkpointing drew other random numbers than the forward: "
+        f"{draw.op.short_name}"
         f"{inside}{line}. Gradients belong to another dropout mask (or noise) than the loss",
         severity="warning",
         source=place,
         module=draw.module,
         op=draw.op.short_name,
         cause=f"the generator was not put back before {draw.op.short_name}{line} was recomputed",
-        fix="let checkpoint keep the generator: preserve_rng_state=True (the default); a hand-written recomputation must save and restore it",
+        fix="let checkpoint keep the generator: preserve_rng_state=True (the default); a hand-written recomputation "
+        "must save and restore it",
     )
 
 
@@ -99,14 +101,17 @@ def explain_recompute_mismatch(failure: Failure) -> Finding:
     kind = "other shapes or dtypes" if "metadata" in failure.text else "another number of tensors"
     what = f"`{name}`" if name else "a checkpointed function"
     what_differs = difference.short_name if difference is not None else "the one"
-    where = f"; the first operation that differs is {what_differs} on line {source.line}: `{source.text}`" if source else ""
+    where = (
+        f"; the first operation that differs is {what_differs} on line {source.line}: `{source.text}`" if source else ""
+    )
     return RECOMPUTE_MISMATCH.finding(
         f"recomputing {what} in backward saved {kind} than its forward{where}",
         source=source,
         module=name,
         op=difference.short_name if difference is not None else None,
         cause=_why_different(module) + where,
-        fix="make the checkpointed code do the same twice: no branch on a counter, a cache, Python's random or a mode that changes "
+        fix="make the checkpointed code do the same twice: no branch on a counter, a cache, Python's random or a "
+        "mode that changes "
         "between forward and backward; or leave that module out of checkpointing",
     )
 
@@ -154,7 +159,8 @@ def find_recompute_differences(record: Recorder) -> list[Finding]:
     where = f" on line {source.line}: `{source.text}`" if source else ""
     return [
         RECOMPUTE_MISMATCH.finding(
-            f"the recomputation under activation checkpointing ran {op.short_name}{where} where the forward had done something else: "
+            f"the recomputation under activation checkpointing ran {op.short_name}{where} where the forward had done "
+            "something else: "
             "gradients belong to another function than the loss",
             severity="warning",
             source=source,
@@ -219,5 +225,10 @@ def _common(kinds: list[Any], start: int, again: list[Op]) -> int:
 
 def _why_different(module: nn.Module | None) -> str:
     if module is not None and len({m.training for m in module.modules()}) > 1:
-        return "its submodules are in different modes now; a mode that changed between forward and backward changes what is saved"
-    return "the checkpointed code did not do the same thing twice (a branch on changing state, autocast, mode or shapes)"
+        return (
+            "its submodules are in different modes now; a mode that changed between forward and backward changes "
+            "what is saved"
+        )
+    return (
+        "the checkpointed code did not do the same thing twice (a branch on changing state, autocast, mode or shapes)"
+    )

@@ -35,7 +35,9 @@ class LeafWatcher(Watcher):
                 self.first_read.setdefault(id(tensor), (weakref.ref(tensor), source.storage, source.version, op))
 
 
-def find_silent_writes(record: Recorder, loss: Tensor, model: nn.Module, leaves: LeafWatcher | None = None) -> list[Finding]:
+def find_silent_writes(
+    record: Recorder, loss: Tensor, model: nn.Module, leaves: LeafWatcher | None = None
+) -> list[Finding]:
     """Tensors saved for this loss that were written afterwards without autograd counting it. Call just before backward.
 
     Reads what nodes saved, except where hooks (checkpointing, offloading) stand in between.
@@ -61,7 +63,9 @@ def find_silent_writes(record: Recorder, loss: Tensor, model: nn.Module, leaves:
                 continue
             # Chunks of one storage count their writes apart: a write to another chunk is no fault.
             mine = region_of(saved.tensor)
-            late = next((w for w, region in writes[storage] if w.index > maker.index and regions_overlap(mine, region)), None)
+            late = next(
+                (w for w, region in writes[storage] if w.index > maker.index and regions_overlap(mine, region)), None
+            )
             if late is not None:
                 found[storage] = _finding(maker, late, names.get(storage), "changed in place through `.data` (or set_)")
     if leaves is not None:
@@ -75,7 +79,7 @@ def _replaced(nodes: list[object], leaves: LeafWatcher, model: nn.Module) -> dic
     for node in nodes:
         leaf = getattr(node, "variable", None)
         known = leaves.first_read.get(id(leaf))
-        if leaf is None or known is None or known[0]() is not leaf:
+        if not isinstance(leaf, Tensor) or known is None or known[0]() is not leaf:
             continue
         _, storage, version, saver = known
         if leaf.untyped_storage()._cdata != storage and leaf._version == version:  # a counted write raises by itself

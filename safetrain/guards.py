@@ -367,7 +367,7 @@ class WasteGuard(Guard):
         self._probe += 1
 
     def _look_at_unused_graphs(self, state: RunState) -> None:
-        """Before a step: gradients with a graph that no second backward used. Optimizers not of torch may yet use it."""
+        """Before a step: gradients with a graph that no second backward used. Those not of torch may yet use it."""
         if any(not type(opt).__module__.startswith("torch.optim") for opt in state.optimizers.values()):
             return
         found = graph.find_attached_grads(state.model.named_parameters(), unused=True)

@@ -5,12 +5,14 @@ Cheap enough for every step: a frame is judged by its file name, once per file, 
 
 from __future__ import annotations
 
+import dis
+import functools
 import inspect
 import linecache
 import os
 import sys
 import sysconfig
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -29,9 +31,6 @@ USER, LIBRARY, MACHINERY = 2, 1, 0
 """How good a frame is as an answer: the user's own, an installed package's, or torch, safetrain and the standard library."""
 
 _grade: dict[str, int] = {}
-
-_PYTEST = "@py_builtins"
-"""In functions whose `assert`s pytest has rewritten. It looks into `locals()` for a moment and keeps nothing."""
 
 _lines: dict[tuple[str, int], SourceLine] = {}
 """Lines that were asked for: a loop asks for the same few again and again."""
@@ -121,10 +120,19 @@ def frame_locals(frame: FrameType) -> dict[str, Any]:
     code = frame.f_code
     if sys.version_info >= (3, 13) or not code.co_flags & inspect.CO_OPTIMIZED:
         return dict(frame.f_locals)
-    if not _SNAPSHOT_READERS.isdisjoint(code.co_names) and _PYTEST not in code.co_names:
+    if _reads_snapshot(code):
         return {}
     snapshot = frame.f_locals
     names = dict(snapshot)
     if sys.gettrace() is None:
         snapshot.clear()
     return names
+
+
+@functools.lru_cache(maxsize=4096)
+def _reads_snapshot(code: CodeType) -> bool:
+    """Whether a function calls `locals()` or its like by that name (`model.eval()` is another thing)."""
+    if _SNAPSHOT_READERS.isdisjoint(code.co_names):
+        return False
+    loads = (i for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return any(i.argval in _SNAPSHOT_READERS for i in loads)

@@ -1,4 +1,4 @@
-"""Findings for people: a code frame with the line and a caret, the holder, the bytes, the fix; and a summary at the end.
+"""Findings for people: a code frame with a caret, the holder, the bytes, the fix; and a summary at the end.
 
 Fits the width of the terminal, and is coloured only there (`NO_COLOR` is respected).
 """
@@ -42,10 +42,14 @@ class Terminal:
         if finding.severity != "note":
             self.show(finding)
 
-    def summary(self, findings: Sequence[Finding], *, num_steps: int, checked: Sequence[str] = (), full: bool = False) -> None:
-        """The end of a run: counts, one line a fault (all of each with `full`), and what was `checked` and is healthy."""
+    def summary(
+        self, findings: Sequence[Finding], *, num_steps: int, checked: Sequence[str] = (), full: bool = False
+    ) -> None:
+        """The end of a run: counts, one line a fault (with `full`, all of each), what was `checked` and is healthy."""
         self._write(
-            format_summary(findings, num_steps=num_steps, checked=checked, full=full, width=self.width, color=self.color)
+            format_summary(
+                findings, num_steps=num_steps, checked=checked, full=full, width=self.width, color=self.color
+            )
         )
 
     def _write(self, text: str) -> None:
@@ -67,7 +71,9 @@ def _width_of(stream: TextIO) -> int:
 def format_finding(finding: Finding, *, width: int = _WIDTH_OF_A_PIPE, color: bool = False) -> str:
     """The whole finding as text that ends in a blank line."""
     paint = _Painter(color)
-    head = paint(f"{finding.severity} {finding.code} {finding.name}", finding.severity) + paint(f"  {_when(finding)}", "dim")
+    head = paint(f"{finding.severity} {finding.code} {finding.name}", finding.severity) + paint(
+        f"  {_when(finding)}", "dim"
+    )
     lines = [head, *_wrapped(finding.message, width, "  ")]
     if finding.source is not None:
         lines += _frame(finding.source, _marked(finding), width, paint)
@@ -77,7 +83,12 @@ def format_finding(finding: Finding, *, width: int = _WIDTH_OF_A_PIPE, color: bo
         "module": finding.module,
         "cause": finding.cause,
     }
-    lines += [line for label, text in facts.items() if text for line in _wrapped(text, width, "  ", paint(f"{label}: ", "dim"), label)]
+    lines += [
+        line
+        for label, text in facts.items()
+        if text
+        for line in _wrapped(text, width, "  ", paint(f"{label}: ", "dim"), label)
+    ]
     if finding.fix:
         lines += _wrapped(finding.fix, width, "  ", paint("fix: ", "fix"), "fix")
     return "\n".join(lines) + "\n\n"
@@ -187,7 +198,8 @@ def _counted(findings: Sequence[Finding]) -> str:
 def _one_line(finding: Finding, paint: _Painter) -> str:
     where = f"  {_shown_path(finding.source.file)}:{finding.source.line}" if finding.source is not None else ""
     what = finding.holder or _listed(finding.params, 3) or finding.module or ""
-    return f"  {paint(f'{finding.severity} {finding.code}', finding.severity)} {finding.name}{where}  {what}  ({_when(finding)})".rstrip()
+    head = paint(f"{finding.severity} {finding.code}", finding.severity)
+    return f"  {head} {finding.name}{where}  {what}  ({_when(finding)})"
 
 
 class _Painter:

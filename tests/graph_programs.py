@@ -36,7 +36,9 @@ class Mlp(nn.Module):
 class Conv(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()
+        )
         self.head = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -123,6 +125,7 @@ def train(kind: str, keep: Keep | None = None, *, steps: int = 6, accumulate: in
 
 # ---------------------------------------------------------------- ways to keep a graph; each returns `keep`
 
+
 def clean(value: Tensor, leak: bool) -> Tensor:
     return value if leak else value.detach()
 
@@ -197,7 +200,7 @@ def captured_activations(leak: bool) -> Keep:
 
 
 def cached_by_tensor(leak: bool) -> Keep:
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def ramp(key: Any) -> Tensor:
         return torch.linspace(0.0, 1.0, 4)
 
@@ -265,7 +268,7 @@ def averaged_weights(leak: bool) -> Keep:
 
 
 class Registry:
-    entries: list[Tensor] = []  # noqa: RUF012 - shared on purpose, that is the fault
+    entries: list[Tensor] = []
 
 
 def class_attribute(leak: bool) -> Keep:
@@ -345,4 +348,3 @@ LEAKS: dict[Callable[[bool], Keep], str] = {
     priorities: "scores",
 }
 """Ways to keep a graph, with a name that the finding must tell."""
-

@@ -326,7 +326,9 @@ def evaluation_without_no_grad_that_keeps_numbers() -> None:
 
 
 def weight_norm_attributes() -> None:
-    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 8)), nn.Tanh(), nn.utils.spectral_norm(nn.Linear(8, 2)))
+    model = nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(4, 8)), nn.Tanh(), nn.utils.spectral_norm(nn.Linear(8, 2))
+    )
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     for _ in range(STEPS):
         loss = model(torch.randn(4, 4)).pow(2).mean()

@@ -7,6 +7,7 @@ from a name. Only when that finds nothing, `owners` and `climb` look from the te
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import time
 from collections import OrderedDict, deque
@@ -52,7 +53,7 @@ _ATOMS = frozenset(
 
 @dataclass(slots=True)
 class Holder:
-    """A place that keeps graphs of earlier steps alive. Holds the objects on its path: use it at once, never keep it."""
+    """A place that keeps graphs of earlier steps alive. Holds what is on its path: use it at once, never keep it."""
 
     root: Root
     path: list[Any]
@@ -85,13 +86,14 @@ class Holder:
     @property
     def through_exception(self) -> bool:
         """Whether a traceback is on the path."""
-        return any(isinstance(obj, BaseException) for obj in self.path)
+        return any(issubclass(type(obj), BaseException) for obj in self.path)
 
     @property
     def through_grad(self) -> bool:
         """Whether a leaf's `.grad` is what holds."""
         return any(
-            isinstance(a, Tensor) and a.is_leaf and a.grad is b for a, b in zip(self.path, [*self.path[1:], *self.tensors[:1]])
+            issubclass(type(a), Tensor) and a.is_leaf and a.grad is b
+            for a, b in itertools.pairwise([*self.path, *self.tensors[:1]])
         )
 
 
@@ -148,7 +150,9 @@ class _Search:
             queue.append(root.value)
         big: deque[Any] = deque()
         while queue or big:
-            if len(self.objects) > self._max_objects or (len(self.objects) & 255 == 0 and time.perf_counter() > self._deadline):
+            if len(self.objects) > self._max_objects or (
+                len(self.objects) & 255 == 0 and time.perf_counter() > self._deadline
+            ):
                 return
             obj = queue.popleft() if queue else big.popleft()
             kind = type(obj)
@@ -196,7 +200,9 @@ class Survey:
     Starts from the `given` objects by their names, then live frames, user modules, global hooks and context variables.
     """
 
-    def __init__(self, given: Mapping[str, Any] | None = None, *, budget_s: float = 0.5, max_objects: int = 300_000) -> None:
+    def __init__(
+        self, given: Mapping[str, Any] | None = None, *, budget_s: float = 0.5, max_objects: int = 300_000
+    ) -> None:
         self._search = _Search(lambda tensor: frozenset(), time.perf_counter() + budget_s, max_objects)
         self._search.run(next(gather_roots(given)))
 
@@ -233,7 +239,11 @@ def _judge(kind: type) -> int:
         return _ARRAY
     if issubclass(kind, type):
         return _CLASS
-    if issubclass(kind, ModuleType) or kind in _ATOMS or kind.__module__ in ("safetrain.guards", "safetrain.graph.roots"):
+    if (
+        issubclass(kind, ModuleType)
+        or kind in _ATOMS
+        or kind.__module__ in ("safetrain.guards", "safetrain.graph.roots")
+    ):
         return _SKIP
     return _PLAIN
 
@@ -287,9 +297,7 @@ def _group(search: _Search) -> list[Holder]:
     groups: dict[tuple[int, int], _Group] = {}
     for tensor, steps, path in found:
         enough = max(1, math.ceil(0.6 * len(steps_under[id(path[0])])))
-        at = max(i for i, obj in enumerate(path) if len(steps_under[id(obj)]) >= enough)
-        # A container that holds one tensor only is named together with it; several tensors are named by their container.
-        stem = path[: at + 1] if at + 1 < len(path) else path
+        stem = path[: 1 + max(i for i, obj in enumerate(path) if len(steps_under[id(obj)]) >= enough)]
         key = (id(path[0]), id(stem[-1]))
         group = groups.setdefault(key, (stem, [], set()))
         group[1].append((tensor, path))
@@ -301,8 +309,10 @@ def _group(search: _Search) -> list[Holder]:
         if not isinstance(stem[-1], Tensor):
             containers.append(stem[-1])
         holders.append(Holder(root, stem, [tensor for tensor, _ in members], frozenset(all_steps), containers))
-    order = {id(h): i for i, h in enumerate(holders)}
-    return sorted(holders, key=lambda h: (-len(h.steps), len(h.path), order[id(h)]))
+    # Of several names for the same graphs, one in a container or an object outlasts a plain local variable.
+    return sorted(
+        holders, key=lambda h: (-len(h.steps), len(h.path) == 1 and isinstance(h.path[0], Tensor), len(h.path))
+    )
 
 
 _Group = tuple[list[Any], list[tuple[Tensor, list[Any]]], set[int]]
@@ -329,7 +339,13 @@ def graph_owners(wanted: Wanted, *, budget_s: float = 1.0) -> list[Tensor]:
     owners = []
     for index, obj in enumerate(gc.get_objects()):
         kind = type(obj)
-        if issubclass(kind, Tensor) and not issubclass(kind, FakeTensor) and obj.requires_grad and not obj.is_leaf and wanted(obj):
+        if (
+            issubclass(kind, Tensor)
+            and not issubclass(kind, FakeTensor)
+            and obj.requires_grad
+            and not obj.is_leaf
+            and wanted(obj)
+        ):
             owners.append(obj)
         if index & 4095 == 0 and time.perf_counter() > deadline:
             break
@@ -349,7 +365,8 @@ def climb(tensor: Tensor, *, apart_from: Iterable[Any] = (), levels: int = 6, bu
         above = _referrer(chain, apart)
         if above is None:
             break
-        labels.append(paths.edge(above, chain[-1]))
+        label = paths.edge(above, chain[-1])
+        labels.append(type(above).__name__ + label if label.startswith(".") else label)
         chain.append(above)
     labels.append(type(chain[-1]).__name__)
     return [label for label in reversed(labels) if label]

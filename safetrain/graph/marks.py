@@ -37,7 +37,7 @@ def put_mark(tensor: Tensor, mark: Mark) -> bool:
     node = tensor.grad_fn
     if node is None:
         return False
-    metadata = node.metadata
+    metadata: Any = node.metadata
     if KEY in metadata:
         return False
     metadata[KEY] = mark

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from types import CellType, CoroutineType, FrameType, FunctionType, GeneratorType, MethodType, TracebackType
@@ -30,7 +31,7 @@ def describe(label: str, path: Sequence[Any], tensors: Sequence[Tensor]) -> str:
 def _edges(path: Sequence[Any]) -> list[str]:
     out = []
     owner = None  # of an instance dict or a cell, which have no name of their own
-    for above, below in zip(path, path[1:]):
+    for above, below in itertools.pairwise(path):
         if _is_transparent(above, below):
             owner = owner if owner is not None else above
             continue
@@ -61,7 +62,7 @@ def _of_function(above: Any, below: Any) -> str | None:
     if isinstance(above, MethodType):
         return f"method {above.__func__.__qualname__}" if below is above.__self__ else ""
     if isinstance(above, FunctionType):
-        for name, cell in zip(above.__code__.co_freevars, above.__closure__ or ()):
+        for name, cell in zip(above.__code__.co_freevars, above.__closure__ or (), strict=True):
             if cell is below or _cell_content(cell) is below:
                 return f"closure variable `{name}` of {above.__qualname__}()"
         return f"default argument of {above.__qualname__}()" if below in _identity(above.__defaults__ or ()) else None
@@ -87,7 +88,9 @@ def _of_frame(above: Any, below: Any) -> str | None:
     if frame is None:
         return None
     kind = "generator " if isinstance(above, GeneratorType) else ""
-    return next((f"local `{n}` of {kind}{frame.f_code.co_name}()" for n, v in frame_locals(frame).items() if v is below), None)
+    return next(
+        (f"local `{n}` of {kind}{frame.f_code.co_name}()" for n, v in frame_locals(frame).items() if v is below), None
+    )
 
 
 def _traceback_local(tb: TracebackType | None, below: Any) -> str:

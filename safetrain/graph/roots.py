@@ -32,7 +32,7 @@ class Root:
 
 
 def gather_roots(given: Mapping[str, Any] | None = None) -> Iterator[list[Root]]:
-    """Two batches of roots: what people name (given objects, user frames and modules, torch's global hooks), then the rest.
+    """Batches of roots: what people name (given objects, user frames and modules, global hooks), then the rest.
 
     Frames are read without leaving anything behind. Outermost frames come first, so that an object that is passed
     down goes by its owner's name.
@@ -60,7 +60,7 @@ def _frames() -> list[FrameType]:
     own = threading.get_ident()
     tops = [sys._getframe(1)]  # not `_frames` itself: a frame that holds itself is a cycle
     tops += [top for ident, top in sys._current_frames().items() if ident != own]
-    found = []
+    found: list[FrameType] = []
     for frame in tops:
         stack = []
         here: FrameType | None = frame
@@ -127,7 +127,12 @@ def _globals_of(filename: str, space: dict[str, Any]) -> list[Root]:
 
 def _process_wide() -> Iterable[Root]:
     """Global hooks, context variables, and the exception that an interactive session keeps."""
-    for name in ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks"):
+    for name in (
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+        "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+    ):
         yield Root(f"torch's global module hooks ({name})", name, getattr(torch_module, name, None))
     for variable, value in contextvars.copy_context().items():
         yield Root(f"ContextVar `{variable.name}`", variable.name, value)

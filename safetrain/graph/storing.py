@@ -95,7 +95,9 @@ def _watch_slot(space: dict[str, Any], name: str) -> _Watch:
 
 def _outside_dynamo(function: Any) -> Any:
     """Dynamo would compile a trace function that runs within a compiled model's frames."""
-    return torch._dynamo.disable(function) if "torch._dynamo" in sys.modules else function
+    if "torch._dynamo" not in sys.modules:
+        return function
+    return torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
 
 
 class StoreTrace:
@@ -270,7 +272,23 @@ def _stores_under(node: ast.AST, name: str, attribute: bool | None) -> int:
     return 0
 
 
-_MAKERS = frozenset({"zeros", "ones", "empty", "full", "tensor", "randn", "rand", "zeros_like", "ones_like", "new_zeros", "deque", "dict", "list"})
+_MAKERS = frozenset(
+    {
+        "zeros",
+        "ones",
+        "empty",
+        "full",
+        "tensor",
+        "randn",
+        "rand",
+        "zeros_like",
+        "ones_like",
+        "new_zeros",
+        "deque",
+        "dict",
+        "list",
+    }
+)
 
 
 def _is_fresh(value: ast.expr) -> bool:
@@ -284,7 +302,7 @@ def _is_fresh(value: ast.expr) -> bool:
 
 
 def names(node: ast.AST, name: str, attribute: bool | None = None) -> bool:
-    """Whether an expression is `name`, `anything.name`, or an item or call on it. `attribute` allows only one of the two."""
+    """Whether an expression is `name`, `anything.name`, or an item or call on one. `attribute` allows one of both."""
     if isinstance(node, ast.Name):
         return node.id == name and attribute is not True
     if isinstance(node, ast.Attribute):

@@ -14,16 +14,21 @@ _DROPPERS = frozenset({"clear", "pop", "popleft", "remove"})
 
 
 def bound_of(holder: Holder, files: Iterable[str], scope: Mapping[str, Any]) -> int | None:
-    """How many graphs the holder keeps at most, as far as can be told; None when nothing says that it is bounded.
+    """How many graphs the holder keeps at most, as far as can be told; None when nothing says so.
 
-    A `deque(maxlen=…)` says so itself. Otherwise the source is read for a statement that empties, shortens or rebinds the
-    holder under a test of its length or of a step count: `if len(window) > 8: window.pop(0)`, `if step % 10 == 0: …`.
+    A `deque(maxlen=…)` says so itself. Otherwise the source is read for a statement that empties, shortens or rebinds
+    the holder under a test of its length or of a step count: `if len(window) > 8: …`, `if step % 10 == 0: …`.
     Numbers are looked up in `scope` (visible names); one that cannot be found counts as not bounded.
     """
     for obj in holder.path:
         if isinstance(obj, deque) and obj.maxlen is not None:
             return obj.maxlen
-    bounds = [bound for filename in files for part in _parts(filename, holder) for bound in _bounds_in(part, holder.name, scope)]
+    bounds = [
+        bound
+        for filename in files
+        for part in _parts(filename, holder)
+        for bound in _bounds_in(part, holder.name, scope)
+    ]
     return min(bounds, default=None)
 
 
@@ -42,7 +47,9 @@ def _parts(filename: str, holder: Holder) -> Iterable[ast.AST]:
 
 def _bounds_in(tree: ast.AST, name: str, scope: Mapping[str, Any]) -> Iterable[int]:
     for node in ast.walk(tree):
-        if isinstance(node, (ast.If, ast.While)) and any(_drops(inner, name) for part in node.body for inner in ast.walk(part)):
+        if isinstance(node, (ast.If, ast.While)) and any(
+            _drops(inner, name) for part in node.body for inner in ast.walk(part)
+        ):
             yield from _limits(node.test, name, scope)
         elif isinstance(node, ast.Assign) and any(names(target, name) for target in node.targets):
             yield from _tail_length(node.value, name, scope)
@@ -56,7 +63,9 @@ def _drops(node: ast.AST, name: str) -> bool:
         return names(node.func.value, name)
     if isinstance(node, ast.Delete):
         return any(names(target, name) for target in node.targets)
-    return isinstance(node, ast.Assign) and any(not isinstance(t, ast.Subscript) and names(t, name) for t in node.targets)
+    return isinstance(node, ast.Assign) and any(
+        not isinstance(t, ast.Subscript) and names(t, name) for t in node.targets
+    )
 
 
 def _limits(test: ast.expr, name: str, scope: Mapping[str, Any]) -> Iterable[int]:
@@ -79,11 +88,12 @@ def _is_length(node: ast.expr, name: str) -> bool:
 
 def _tail_length(value: ast.expr, name: str, scope: Mapping[str, Any]) -> Iterable[int]:
     """`n` of `name[-n:]` and of `del name[:-n]`, on the list itself."""
-    if isinstance(value, ast.Subscript) and isinstance(value.value, (ast.Name, ast.Attribute)) and names(value.value, name):
-        if isinstance(value.slice, ast.Slice):
-            for end in (value.slice.lower, value.slice.upper):
-                if isinstance(end, ast.UnaryOp) and isinstance(end.op, ast.USub):
-                    yield from _number(end.operand, scope)
+    if not (isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Slice)):
+        return
+    if isinstance(value.value, (ast.Name, ast.Attribute)) and names(value.value, name):
+        for end in (value.slice.lower, value.slice.upper):
+            if isinstance(end, ast.UnaryOp) and isinstance(end.op, ast.USub):
+                yield from _number(end.operand, scope)
 
 
 def _number(node: ast.expr, scope: Mapping[str, Any]) -> Iterable[int]:

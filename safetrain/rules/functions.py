@@ -17,8 +17,18 @@ from safetrain.graph.walk import SavedFreed, is_leaf_node
 from safetrain.rules.graph import CYCLE
 from safetrain.source import USER, grade, line_text
 
-UNUSED = rule("G111", "function-saves-unused", "note", "a hand-written autograd.Function saves tensors that its backward never reads")
-HOLDS = rule("G112", "function-holds-tensor", "warning", "a hand-written autograd.Function keeps tensors on ctx or self; they outlive backward")
+UNUSED = rule(
+    "G111",
+    "function-saves-unused",
+    "note",
+    "a hand-written autograd.Function saves tensors that its backward never reads",
+)
+HOLDS = rule(
+    "G112",
+    "function-holds-tensor",
+    "warning",
+    "a hand-written autograd.Function keeps tensors on ctx or self; they outlive backward",
+)
 
 
 def find_function_faults(loss: Tensor, *, known: set[type] | None = None, limit: int = 5_000) -> list[Finding]:
@@ -78,8 +88,8 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _cycle(function: type, name: str, tensor: Tensor) -> Finding:
     return CYCLE.finding(
-        f"`{function.__name__}` keeps its own output on `ctx.{name}`: the graph refers to itself and dies only when the cycle "
-        f"collector runs ({_bytes(tensor)} a call until then)",
+        f"`{function.__name__}` keeps its own output on `ctx.{name}`: the graph refers to itself and dies only when "
+        f"the cycle collector runs ({_bytes(tensor)} a call until then)",
         source=_store_on_ctx(function, name),
         holder=f"ctx.{name} of {function.__name__}",
         op=function.__name__,
@@ -91,8 +101,8 @@ def _cycle(function: type, name: str, tensor: Tensor) -> Finding:
 
 def _kept(function: type, where: str, name: str, tensor: Tensor, reportable: bool) -> Finding:
     return HOLDS.finding(
-        f"`{function.__name__}` keeps a tensor on `{where}`, outside save_for_backward: it outlives backward ({_bytes(tensor)} a call), "
-        "and autograd cannot check it for in-place changes",
+        f"`{function.__name__}` keeps a tensor on `{where}`, outside save_for_backward: it outlives backward "
+        f"({_bytes(tensor)} a call), and autograd cannot check it for in-place changes",
         severity="warning" if reportable else "note",
         source=_store_on_ctx(function, name),
         holder=where if where.startswith(function.__name__) else f"{where} of {function.__name__}",
@@ -114,7 +124,13 @@ def _store_on_ctx(function: type, name: str) -> SourceLine | None:
     """The line of the class that assigns `….name`."""
 
     def stores(node: ast.AST) -> bool:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, (ast.AnnAssign, ast.AugAssign)) else []
+        targets = (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, (ast.AnnAssign, ast.AugAssign))
+            else []
+        )
         return any(isinstance(t, ast.Attribute) and t.attr == name for t in targets)
 
     return _line_in(function, stores)
@@ -122,7 +138,7 @@ def _store_on_ctx(function: type, name: str) -> SourceLine | None:
 
 def _line_in(function: type, test: Any) -> SourceLine | None:
     tree, filename, first = _source_of(function)
-    found = [node.lineno for node in ast.walk(tree) if test(node)] if tree is not None else []
+    found = [node.lineno for node in ast.walk(tree) if test(node)] if tree is not None else []  # type: ignore[attr-defined]
     if not found:
         return None
     line = first + min(found) - 1
@@ -138,9 +154,9 @@ def _source_of(obj: Any) -> tuple[ast.Module | None, str, int]:
 
 
 def _unused(node: Any, function: type) -> Iterable[Finding]:
-    """Saved tensors that backward's source never reads. Says nothing when the source reads them in a way not understood."""
+    """Saved tensors that backward's source never reads. Silent when it reads them in a way not understood."""
     try:
-        saved = [tensor for tensor in saved_tensors(node)]
+        saved = list(saved_tensors(node))
     except SavedFreed:
         return
     backward = getattr(function, "backward", None)
@@ -153,8 +169,11 @@ def _unused(node: Any, function: type) -> Iterable[Finding]:
     wasted = sum(_count(saved[i]) for i in unread)
     which = "any of them" if len(unread) == len(saved) else "number " + ", ".join(str(i + 1) for i in unread)
     yield UNUSED.finding(
-        f"`{function.__name__}` saves {len(saved)} tensors for backward, which never reads {which}: {format_bytes(wasted)} a call for nothing",
-        source=_line_in(function, lambda n: isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "save_for_backward"),
+        f"`{function.__name__}` saves {len(saved)} tensors for backward, which never reads {which}: "
+        f"{format_bytes(wasted)} a call for nothing",
+        source=_line_in(
+            function, lambda n: isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "save_for_backward"
+        ),
         holder=f"save_for_backward of {function.__name__}",
         op=function.__name__,
         pinned_bytes=wasted,
@@ -164,10 +183,13 @@ def _unused(node: Any, function: type) -> Iterable[Finding]:
 
 def unread_saved(backward: ast.AST, count: int) -> list[int]:
     """Positions of `count` saved tensors that the source of a `backward` never reads."""
-    reads = [n for n in ast.walk(backward) if isinstance(n, ast.Attribute) and n.attr in ("saved_tensors", "saved_variables")]
+    reads = [
+        n for n in ast.walk(backward) if isinstance(n, ast.Attribute) and n.attr in ("saved_tensors", "saved_variables")
+    ]
     if not reads:
         passes_ctx_on = any(
-            isinstance(n, ast.Call) and any(isinstance(a, ast.Name) and a.id in ("ctx", "self") for a in n.args) for n in ast.walk(backward)
+            isinstance(n, ast.Call) and any(isinstance(a, ast.Name) and a.id in ("ctx", "self") for a in n.args)
+            for n in ast.walk(backward)
         )
         return [] if passes_ctx_on else list(range(count))
     for node in ast.walk(backward):

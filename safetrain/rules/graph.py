@@ -36,15 +36,36 @@ from safetrain.graph.holders import Wanted, climb
 from safetrain.source import LIBRARY, USER, frame_locals, grade, line_text, user_frame, with_text
 from safetrain.syntax import carried_names
 
-RETAINED = rule("G101", "graph-retained", "warning", "a graph built in an earlier step is still reachable after the next step ended")
-METRIC = rule("G102", "metric-holds-graph", "note", "a value given to log() or returned as a metric carries a graph (it is detached for you)")
-EVAL = rule("G103", "eval-builds-graph", "warning", "evaluation builds graphs: gradients are on, and what it computes is kept")
+RETAINED = rule(
+    "G101", "graph-retained", "warning", "a graph built in an earlier step is still reachable after the next step ended"
+)
+METRIC = rule(
+    "G102",
+    "metric-holds-graph",
+    "note",
+    "a value given to log() or returned as a metric carries a graph (it is detached for you)",
+)
+EVAL = rule(
+    "G103", "eval-builds-graph", "warning", "evaluation builds graphs: gradients are on, and what it computes is kept"
+)
 RETAIN = rule("G104", "retain-graph", "warning", "backward(retain_graph=True) on a graph that nothing uses again")
 GRAD = rule("G105", "grad-holds-graph", "warning", "p.grad itself carries a graph (create_graph=True without use)")
 CYCLE = rule("G106", "graph-cycle", "warning", "a graph refers to itself and dies only when the cycle collector runs")
-CARRIED = rule("G107", "carried-state", "warning", "this step's loss reaches into an earlier step's graph (state carried over without detach)")
-STALE = rule("G108", "stale-output", "note", "the last step's big outputs live on through the next forward and raise its peak")
-EXCEPTION = rule("G110", "exception-holds-graph", "warning", "a caught exception's traceback keeps the failed attempt's tensors alive")
+CARRIED = rule(
+    "G107",
+    "carried-state",
+    "warning",
+    "this step's loss reaches into an earlier step's graph (state carried over without detach)",
+)
+STALE = rule(
+    "G108", "stale-output", "note", "the last step's big outputs live on through the next forward and raise its peak"
+)
+EXCEPTION = rule(
+    "G110",
+    "exception-holds-graph",
+    "warning",
+    "a caught exception's traceback keeps the failed attempt's tensors alive",
+)
 
 MAX_WINDOW = 32
 """A holder that lets go again after at most so many graphs is a window, not a leak."""
@@ -94,7 +115,10 @@ class Told:
     def knows(self, holder: Holder) -> bool:
         """Whether this leak was told; from now on it was."""
         way = holder.way
-        if any(way[: len(known)] == known[: len(way)] and min(len(way), len(known)) >= min(2, len(known)) for known in self._ways):
+        if any(
+            way[: len(known)] == known[: len(way)] and min(len(way), len(known)) >= min(2, len(known))
+            for known in self._ways
+        ):
             return True
         self._ways.append(way)
         return False
@@ -114,11 +138,11 @@ def find_retained_graphs(
 ) -> list[Finding]:
     """Who keeps autograd graphs alive now: one finding for each holder, the worst first.
 
-    Call it between steps, when no graph should be left. `wanted` says which tensors are of interest and which earlier
-    steps each one keeps (see `graph.reaches`); by default every tensor that carries a graph. `given` are objects
-    to search first, by the names to report; live frames, user modules and global hooks are searched anyway. `lines` maps
-    a holder's label to the lines that stored and made what it holds, where a trace saw them. Holders of fewer than
-    `at_least` steps are left out. Reads the heap for at most `budget_s` seconds, no host sync.
+    Call it between steps, when no graph should be left. `wanted` says which tensors are of interest and which
+    earlier steps each one keeps (see `graph.reaches`); by default every tensor that carries a graph. `given` are
+    objects to search first, by the names to report; live frames, user modules and global hooks are searched anyway.
+    `lines` maps a holder's label to the lines that stored and made what it holds, where a trace saw them. Holders of
+    fewer than `at_least` steps are left out. Reads the heap for at most `budget_s` seconds, no host sync.
 
     A holder that is bounded to MAX_WINDOW graphs or fewer is not reported.
     """
@@ -172,7 +196,12 @@ def visible_values() -> dict[str, Any]:
 
 
 def _retained(
-    holder: Holder, files: Sequence[str], model: nn.Module | None, stored: SourceLine | None, made: SourceLine | None, entry: Rule
+    holder: Holder,
+    files: Sequence[str],
+    model: nn.Module | None,
+    stored: SourceLine | None,
+    made: SourceLine | None,
+    entry: Rule,
 ) -> Finding:
     size = measure(holder.tensors, model)
     kept = len(holder.steps)
@@ -185,7 +214,8 @@ def _retained(
     elif holder.through_grad:
         entry = GRAD
     return entry.finding(
-        f"{holds} keeps {what} alive ({size.describe()})" + (f", about {format_bytes(per_step)} more each step" if kept > 1 else ""),
+        f"{holds} keeps {what} alive ({size.describe()})"
+        + (f", about {format_bytes(per_step)} more each step" if kept > 1 else ""),
         source=source,
         holder=holds,
         op=type(grad_fn_of(holder.tensors[-1])).__name__,
@@ -233,7 +263,7 @@ def detach_fix(source: SourceLine | None, advice: str = _STORE_DETACHED) -> str:
         return advice
     old = ast.get_source_segment(source.text, value) or ""
     start = source.text.rfind(old) if old else -1
-    return advice if start < 0 else f"{source.text[:start]}{old}.detach(){source.text[start + len(old):]}"
+    return advice if start < 0 else f"{source.text[:start]}{old}.detach(){source.text[start + len(old) :]}"
 
 
 # ---------------------------------------------------------------------- G102
@@ -243,7 +273,8 @@ def find_attached_metrics(names: Iterable[str], source: SourceLine | None = None
     """A note for each metric that carried a graph when it was logged."""
     return [
         METRIC.finding(
-            f"the metric `{name}` carries a graph when it is logged; it is detached here, but whatever else keeps it keeps the graph",
+            f"the metric `{name}` carries a graph when it is logged; it is detached here, but whatever else keeps it "
+            "keeps the graph",
             source=source,
             holder=f"metric `{name}`",
             fix=f"log `{name}.detach()`",
@@ -278,8 +309,8 @@ def eval_built_graphs(output: Tensor, model: nn.Module | None, source: SourceLin
 def unused_retain(source: SourceLine, count_bytes: int) -> Finding:
     """The graph was kept for another backward, and none came."""
     return RETAIN.finding(
-        f"retain_graph=True keeps the graph after its last backward, and nothing goes through it again: {format_bytes(count_bytes)} of "
-        "activations stay alive until the loss is rebound",
+        "retain_graph=True keeps the graph after its last backward, and nothing goes through it again: "
+        f"{format_bytes(count_bytes)} of activations stay alive until the loss is rebound",
         source=source,
         pinned_bytes=count_bytes,
         op="backward",
@@ -325,7 +356,9 @@ def find_cycle(wanted: Wanted) -> tuple[list[Tensor], list[str]]:
     return owners, climb(owners[0], apart_from=[owners]) if owners else []
 
 
-def graph_cycle(owners: Sequence[Tensor], chain: Sequence[str], model: nn.Module | None, *, collected: bool = True) -> Finding:
+def graph_cycle(
+    owners: Sequence[Tensor], chain: Sequence[str], model: nn.Module | None, *, collected: bool = True
+) -> Finding:
     """No name leads to these graphs: they died when the cycle collector ran, or (not `collected`) not even then."""
     size = measure(owners, model)
     entry = CYCLE if collected else RETAINED
@@ -336,7 +369,7 @@ def graph_cycle(owners: Sequence[Tensor], chain: Sequence[str], model: nn.Module
         holder=" → ".join(chain) if chain else "a cycle",
         op=type(grad_fn_of(owners[0])).__name__ if owners else None,
         pinned_bytes=size.bytes,
-        cause="an object that holds a tensor is reachable from that tensor's own graph (ctx attribute, hook or closure)",
+        cause="an object that holds a tensor is reachable from that tensor's own graph (ctx, hook or closure)",
         fix="use ctx.save_for_backward in a Function; in a hook, do not refer to the tensor that it is registered on",
     )
 
@@ -344,14 +377,18 @@ def graph_cycle(owners: Sequence[Tensor], chain: Sequence[str], model: nn.Module
 # ---------------------------------------------------------------------- G107
 
 
-def find_carried_state(loss: Tensor, step: int, *, given: Mapping[str, Any] | None = None, limit: int = 5_000) -> list[Finding]:
+def find_carried_state(
+    loss: Tensor, step: int, *, given: Mapping[str, Any] | None = None, limit: int = 5_000
+) -> list[Finding]:
     """Whether `loss` of `step` reaches marked graphs of earlier steps which a backward has freed, or several of them.
 
     One unfreed graph of the step before is not a finding: a GAN's generator may be differentiated after the
     discriminator has stepped.
     """
     nodes = walk([grad_fn_of(loss)], limit).nodes
-    older = [node for node in nodes if (mark := mark_of(node)) is not None and mark.step < step and mark.kind == "train"]
+    older = [
+        node for node in nodes if (mark := mark_of(node)) is not None and mark.step < step and mark.kind == "train"
+    ]
     if not older:
         return []
     beneath = walk(older, limit=300).nodes
@@ -385,7 +422,11 @@ def find_carried_state(loss: Tensor, step: int, *, given: Mapping[str, Any] | No
     return [
         CARRIED.finding(
             f"the loss of step {step} reaches back into the graph of step {max(steps)} through {names}"
-            + (": its backward will fail, that graph is freed" if freed else f"; {len(steps)} earlier graphs hang on it, one more each step"),
+            + (
+                ": its backward will fail, that graph is freed"
+                if freed
+                else f"; {len(steps)} earlier graphs hang on it, one more each step"
+            ),
             source=source,
             holder=holds,
             op=type(older[0]).__name__,
@@ -417,7 +458,7 @@ def _carried_names() -> dict[str, SourceLine]:
         if grade(filename) == USER:
             for name, statement in carried_names(filename, frame.f_lineno):
                 found.setdefault(name, SourceLine(filename, statement.lineno, line_text(filename, statement.lineno)))
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return found
 
 
@@ -469,10 +510,15 @@ def find_exception_holders(error: BaseException | None, model: nn.Module | None 
     name, function, _ = held[0]
     size = measure([tensor for _, _, tensor in held], model)
     frame = user_frame()
-    source = SourceLine(frame.f_code.co_filename, frame.f_lineno, line_text(frame.f_code.co_filename, frame.f_lineno)) if frame else None
+    source = (
+        SourceLine(frame.f_code.co_filename, frame.f_lineno, line_text(frame.f_code.co_filename, frame.f_lineno))
+        if frame
+        else None
+    )
     return [
         EXCEPTION.finding(
-            f"training goes on inside an `except` block, whose traceback keeps the failed attempt alive ({size.describe()})",
+            "training goes on inside an `except` block, whose traceback keeps the failed attempt alive "
+            f"({size.describe()})",
             source=source,
             holder=f"traceback → local `{name}` in {function}()",
             pinned_bytes=size.bytes,

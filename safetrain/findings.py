@@ -88,8 +88,8 @@ def rule(code: str, name: str, severity: Severity, summary: str) -> Rule:
 class Report:
     """Gathers findings, one a fault, applies the policy, and hands each new one to its sinks.
 
-    `policy` maps a code to ignore, note, warning or error. `strict` turns warnings into errors.
-    An error does not raise here: `raise_if_failed` does, which drivers call at the end of a step.
+    `policy` maps a code to ignore, note, warning or error. `strict` turns warnings into errors. What became an error by
+    either stops the run: not here, but in `raise_if_failed`, which drivers call at the end of a step.
     """
 
     def __init__(
@@ -110,6 +110,12 @@ class Report:
         self._show = show
         self._by_key: dict[tuple[Any, ...], Finding] = {}
         self._failed: list[Finding] = []
+        self._earlier = ""  # lines of the part of the run that this one resumes
+
+    def keep_earlier(self) -> None:
+        """Keep what `findings.jsonl` holds already: this run goes on with the one that wrote it."""
+        if self._jsonl is not None and self._jsonl.is_file():
+            self._earlier = self._jsonl.read_text(encoding="utf-8")
 
     def add(self, finding: Finding, *, step: int, phase: str = "train") -> None:
         """Record a finding seen in `step` (counted from 1). A repeat raises the count of the first."""
@@ -122,14 +128,15 @@ class Report:
             known.last_step = max(known.last_step, step)
             return
         finding.severity = policy or finding.severity
+        stops = policy == "error"
         if self._strict and finding.severity == "warning":
-            finding.severity = "error"
+            finding.severity, stops = "error", True
         finding.first_step = finding.first_step or step
         finding.last_step = max(finding.last_step, step)
         finding.phase = phase
         self.findings.append(finding)
         self._by_key[finding.key()] = finding
-        if finding.severity == "error":
+        if stops:
             self._failed.append(finding)
         if self._jsonl is not None:
             self._write_jsonl()
@@ -142,7 +149,7 @@ class Report:
             self.add(finding, step=step, phase=phase)
 
     def raise_if_failed(self) -> None:
-        """Raise `GuardError` when a finding with policy `error` was added since the last call."""
+        """Raise `GuardError` when a finding that stops the run was added since the last call."""
         if self._failed:
             failed, self._failed = self._failed, []
             raise GuardError("\n".join(f"{f.code} {f.name}: {f.message}" for f in failed), list(failed))
@@ -155,4 +162,5 @@ class Report:
     def _write_jsonl(self) -> None:
         assert self._jsonl is not None
         self._jsonl.parent.mkdir(parents=True, exist_ok=True)
-        self._jsonl.write_text("".join(f.to_json() + "\n" for f in self.findings), encoding="utf-8")
+        lines = "".join(f.to_json() + "\n" for f in self.findings)
+        self._jsonl.write_text(self._earlier + lines, encoding="utf-8")

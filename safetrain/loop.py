@@ -504,6 +504,7 @@ class Trainer:
         state.total_steps = self._total_steps(self._overfit_set or train)
         if resume is not None:
             self.load(resume)
+            self.report.keep_earlier()
         elif self._position is not None:
             self.train_loader.load_state_dict(self._position)
         elif self.seed is not None and state.step == 0:
@@ -539,9 +540,14 @@ class Trainer:
             if self.eval_every is not None and val is not None and state.step % self.eval_every == 0:
                 self._evaluate_and_log(val)
             self._save_if_requested()
-            if self._should_stop(started):
+            if self._should_stop(started) and not self._at_epoch_end(loader):
                 return
         self._end_epoch(val)
+
+    def _at_epoch_end(self, loader: EpochLoader) -> bool:
+        """The epoch has no batch left, as far as lengths tell: a run that stops here has finished it."""
+        lengths = [length for length in (loader.num_batches, self.limit_batches) if length is not None]
+        return bool(lengths) and loader.batches_done >= min(lengths)
 
     def _end_epoch(self, val: Iterable[Any] | None) -> None:
         state = self.state

@@ -38,6 +38,7 @@ def trainer_of(trainer_type: type[Trainer] = Classifier, **options: Any) -> Trai
         ({"max_epochs": 2, "limit_batches": 3, "accumulate": 2}, 4, 2),
         ({"max_epochs": 4, "overfit_batches": 2}, 8, 4),
         ({"max_steps": 100, "max_epochs": 1}, 5, 1),
+        ({"max_steps": 10}, 10, 2),
     ],
 )
 def test_limits(options: dict[str, Any], steps: int, epochs: int) -> None:

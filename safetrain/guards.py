@@ -10,6 +10,7 @@ off, and hands the findings to the `Report`. Guards hold no tensor and nothing t
 | FunctionGuard | backward start | G106 G111 G112 |
 | AutopsyGuard | the first step, exceptions | G121–G129 |
 | FiniteGuard | backward start and end | P206 P211 |
+| MemoryGuard | step end, evaluation | M401 M402 M405 |
 
 Other families add theirs to `default_guards`.
 """
@@ -61,6 +62,7 @@ def default_guards(report: Report) -> list[Callback]:
     from safetrain.gradient_guards import gradient_guards
     from safetrain.hook_guard import HookGuard
     from safetrain.loop_guards import loop_guards
+    from safetrain.memory_guard import MemoryGuard
 
     return [
         AutopsyGuard(report),
@@ -69,6 +71,7 @@ def default_guards(report: Report) -> list[Callback]:
         HookGuard(report),
         *gradient_guards(report),
         *loop_guards(report),
+        MemoryGuard(report),  # last: what the others have told explains growth
     ]
 
 

@@ -1,0 +1,140 @@
+"""Family M, memory: what grows, where, and who keeps it.
+
+The judges take measurements that anyone can make (see `safetrain.growth` and `safetrain.inventory`); the guard in
+`safetrain.memory_guard` makes them during a run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from safetrain.findings import Finding, Rule, SourceLine, rule
+from safetrain.graph import Holder, files_of, format_bytes, storing_line
+from safetrain.growth import Slope
+from safetrain.inventory import Suspect
+from safetrain.keeping import Purpose
+from safetrain.source import USER, grade, line_text
+
+DEVICE = rule("M401", "device-memory-growth", "warning", "device memory at the same point of the step keeps rising")
+HOST = rule("M402", "host-memory-growth", "warning", "host memory at the same point of the step keeps rising")
+EVAL = rule("M405", "eval-memory-growth", "warning", "memory rises from one evaluation to the next")
+
+_LRU = "_lru_cache_wrapper"
+_SMALL_RECORDS = 16_000
+"""Numbers and short strings below so many bytes a step are a history, and nobody's fault."""
+_EXPLAINS = 0.4
+"""Share of the measured growth that a place must account for before it is blamed."""
+
+
+def blame(suspects: Iterable[Suspect], bytes_per_step: float) -> Suspect | None:
+    """The place that accounts for most of the measured growth, None when none does.
+
+    Left out: histories of plain numbers, and whatever carries a graph, which is the business of the graph rules.
+    """
+    for suspect in sorted(suspects, key=lambda s: -s.bytes_per_step):
+        if suspect.bytes_per_step < _EXPLAINS * bytes_per_step:
+            return None
+        if suspect.weight.attached or (suspect.weight.numbers_only and suspect.bytes_per_step < _SMALL_RECORDS):
+            return None
+        return suspect
+    return None
+
+
+def memory_growth(
+    suspect: Suspect,
+    slope: Slope,
+    *,
+    entry: Rule = HOST,
+    meter: str = "CPU heap",
+    purpose: Purpose | None = None,
+    source: SourceLine | None = None,
+    also: Sequence[str] = (),
+) -> Finding:
+    """The finding for a place that keeps growing. `also` names what grows beside it.
+
+    A place that is collected after the loop is a note, unless it keeps far more than it shows.
+    """
+    holder, weight = suspect.holder, suspect.weight
+    deliberate = purpose == "collected" and not weight.pins_views and entry is not DEVICE
+    measured = f"{meter} rose by {format_bytes(slope.bytes_per_step * slope.span)} over {slope.span} {_unit(entry)}s"
+    return entry.finding(
+        f"{holder.describe()} grows by {format_bytes(suspect.bytes_per_step)} {_each(entry)}"
+        + (", to be put together after the loop" if deliberate else " and is not emptied")
+        + f" ({measured})"
+        + _pinning(suspect)
+        + (f"; so do {', '.join(also)}" if also else ""),
+        severity="note" if deliberate else entry.severity,
+        source=source,
+        holder=holder.describe(),
+        growth_bytes_per_step=suspect.bytes_per_step,
+        pinned_bytes=round(suspect.bytes_per_step * slope.span),
+        fix=_fix(suspect, entry, purpose),
+    )
+
+
+def _unit(entry: Rule) -> str:
+    return "evaluation" if entry is EVAL else "step"
+
+
+def _each(entry: Rule) -> str:
+    return "an evaluation" if entry is EVAL else "a step"
+
+
+def _pinning(suspect: Suspect) -> str:
+    weight = suspect.weight
+    if not weight.pins_views:
+        return ""
+    return (
+        f"; what it stores is only part of that: {weight.widest} keeps the whole storage behind it alive "
+        f"({format_bytes(weight.held_bytes)} for {format_bytes(weight.shown_bytes)} shown)"
+    )
+
+
+def _fix(suspect: Suspect, entry: Rule, purpose: Purpose | None) -> str:
+    if suspect.weight.pins_views:
+        return "copy the part that you keep, so that the rest can go: `.detach().clone()` (`.copy()` for an array)"
+    if any(type(obj).__name__ == _LRU for obj in suspect.holder.path):
+        return "bound the cache, `@functools.lru_cache(maxsize=128)`, or take it off: every result stays in memory"
+    if entry is EVAL:
+        return (
+            "empty it when an evaluation starts, and keep numbers rather than tensors; a hook that stores should do so "
+            "under `if module.training:`"
+        )
+    if entry is DEVICE:
+        return "move what you keep off the device: `.detach().cpu()`, or keep a number: `.item()`"
+    if purpose == "emptied":
+        return "it is emptied in the source, but was not for more than an epoch: empty it where every epoch passes"
+    return "keep fewer (`collections.deque(maxlen=…)`), empty it when it has been used, or keep a number: `.item()`"
+
+
+def growth_source(holder: Holder, model: nn.Module | None) -> SourceLine | None:
+    """The statement that stores into the place, as the source tells."""
+    return storing_line(holder.name, files_around(holder, model))
+
+
+def cache_line(holder: Holder) -> SourceLine | None:
+    """Where a `functools.lru_cache` on the way was put on its function: that line is the one to change."""
+    for obj in holder.path:
+        code = getattr(getattr(obj, "__wrapped__", None), "__code__", None) if type(obj).__name__ == _LRU else None
+        if code is not None:
+            return SourceLine(code.co_filename, code.co_firstlineno, line_text(code.co_filename, code.co_firstlineno))
+    return None
+
+
+def files_around(holder: Holder, model: nn.Module | None) -> list[str]:
+    """Files that may store into a holder: those of the objects on its path, of the running frames and of the model."""
+    found: dict[str, None] = {}
+    for obj in holder.path:
+        filename = getattr(sys.modules.get(type(obj).__module__), "__file__", None)
+        for name in (filename, getattr(_code_of(obj), "co_filename", None)):
+            if isinstance(name, str) and grade(name) == USER:
+                found[name] = None
+    return list({**found, **dict.fromkeys(files_of(model))})
+
+
+def _code_of(obj: Any) -> Any:
+    return getattr(getattr(obj, "__wrapped__", obj), "__code__", None)

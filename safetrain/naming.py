@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -72,12 +72,15 @@ def unwrap(module: nn.Module) -> nn.Module:
 _WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel"})
 
 
-def find_models(frame: FrameType | None, called: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> dict[str, nn.Module]:
+def find_models(
+    frame: FrameType | None, called: Iterable[nn.Module], optimizers: Iterable[Optimizer], pretrained: Collection[int] = ()
+) -> dict[str, nn.Module]:
     """The outermost modules that train, by the user's names.
 
-    A module counts when it shares a parameter with an optimizer. Modules that were called with gradients on and share
-    none count too when no module does, or when an optimizer holds parameters of no module at all: the model may have
-    been rebuilt behind the optimizer's back.
+    A module counts when it shares a parameter with an optimizer. One that shares none, but was called with gradients
+    on, counts too: when no module shares any or an optimizer holds parameters of no module at all (the model may have
+    been rebuilt behind the optimizer's back), and when it is in train mode with weights that were never loaded
+    (`pretrained` has the ids of modules that were): nobody keeps an untrained network as it is on purpose.
     """
     called = [unwrap(module) for module in called]
     held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -98,8 +101,9 @@ def find_models(frame: FrameType | None, called: Iterable[nn.Module], optimizers
             owned |= parameters
         elif any(p.requires_grad for p in module.parameters()) and any(id(m) in called_ids for m in module.modules()):
             _put(others, name, module)
-    if not matched or held - owned:
-        for name, module in others.items():
+    rebuilt = not matched or bool(held - owned)
+    for name, module in others.items():
+        if rebuilt or (module.training and not any(id(m) in pretrained for m in module.modules())):
             _put(matched, name, module)
     return matched
 

@@ -13,7 +13,6 @@ import sys
 import threading
 import traceback
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,8 +35,8 @@ _EVAL_AFTER = 2
 """So many gradient-free forwards in a row, in train mode, are an evaluation: one alone may choose an action or a label."""
 _EVAL_AFTER_WITH_GRAPH = 3
 """The same for forwards in eval mode that build graphs: one or two may be a training that runs in eval mode."""
-_KEPT_EVENTS = 4096
 _ORDER_BATCHES = 8
+_MAX_WINDOW_EVENTS = 1024
 _REDISCOVERIES = 32
 _IDLE_STEPS = 50
 """An optimizer that has not stepped for so long is not the one in use."""
@@ -113,7 +112,7 @@ class Observer:
         on_trouble: Callable[[str], None] | None = None,
     ) -> None:
         self.state = RunState(model=Models(), optimizers={})
-        self.events: deque[LoopEvent] = deque(maxlen=_KEPT_EVENTS)
+        self.window: list[LoopEvent] = []
         self.last_call: ModuleCall | None = None
         self.gradients_off_at: SourceLine | None = None
         self.in_backward = 0
@@ -146,6 +145,7 @@ class Observer:
         self._trainable: dict[int, tuple[weakref.ref[nn.Module], weakref.ref[Tensor] | None, int]] = {}
         self._models: dict[str, weakref.ref[nn.Module]] = {}
         self._optimizers: dict[int, _Tracked] = {}
+        self._pretrained: set[int] = set()
         self._pending_backward: dict[str, Any] | None = None
         self._leaves: list[weakref.ref[Tensor]] = []
         self._dirty = True
@@ -365,7 +365,7 @@ class Observer:
         self._announced.clear()
 
     def _loss_is(self, loss: Tensor) -> None:
-        if self._by_hand and not self._models and not self._live_optimizers():
+        if not self._models and not self._optimizers:
             self._leaves = [weakref.ref(leaf) for leaf in leaves_of(loss)]
         self.state.micro_loss = loss
         try:
@@ -584,6 +584,8 @@ class Observer:
 
     def state_loaded(self, owner: Any) -> None:
         """`load_state_dict` was called on a module, an optimizer, a schedule or a scaler."""
+        if isinstance(owner, nn.Module):
+            self._pretrained.update(id(module) for module in owner.modules())
         self._record("state_loaded", target=target_of(owner), name=type(owner).__name__, id=id(owner))
 
     def saved(self, obj: Any) -> None:
@@ -629,13 +631,12 @@ class Observer:
     def _close(self) -> None:
         state = self.state
         later = False
-        for event in reversed(self.events):
-            if event.step <= state.step:
-                break
+        for event in reversed(self.window):
             if event.kind == "backward":
                 later = True
             elif event.kind == "clip":
                 event.data["in_window"] = later
+        self.window.clear()
         self._begin_window()
         self._open = state.in_step = False
         state.step += 1
@@ -691,7 +692,7 @@ class Observer:
         moved = False
         for ref, version, grad, grad_version in self._by_hand:
             p = ref()
-            if p is not None and (
+            if p is None or (
                 p._version != version
                 or (id(p.grad) if p.grad is not None else None) != grad
                 or (p.grad is not None and p.grad._version != grad_version)
@@ -756,7 +757,7 @@ class Observer:
         called = [module for ref in list(self._roots.values()) if (module := ref()) is not None]
         before = {id(module): name for name, module in self._live_models().items()}
         found: dict[str, nn.Module] = {}
-        for name, module in find_models(frame, called, optimizers).items():
+        for name, module in find_models(frame, called, optimizers, self._pretrained).items():
             found[before.get(id(module), name)] = module
         self._models = {name: weakref.ref(module) for name, module in found.items()}
         names = find_optimizer_names(frame, optimizers)
@@ -774,7 +775,9 @@ class Observer:
         return event
 
     def _tell_judges(self, event: LoopEvent) -> None:
-        self.events.append(event)
+        # Not longer than the window: a long queue of old records would keep the collector from its young ones.
+        if len(self.window) < _MAX_WINDOW_EVENTS:
+            self.window.append(event)
         self.kinds_seen.add(event.kind)
         for judge in list(self._judges):
             try:

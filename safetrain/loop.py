@@ -460,6 +460,7 @@ class Trainer:
                 self.listeners.on_fit_start(state)
                 while not self._should_stop(started):
                     self._run_epoch(val, started)
+                self._settle(state.optimizers)
                 # Not when told to stop: a signal leaves little time, and a resumed run would count one evaluation more.
                 if val is not None and state.step not in (0, state.evaluated_step) and state.stop_reason is None:
                     self._evaluate_and_log(val)

@@ -11,10 +11,10 @@ import safetrain.rules  # noqa: F401 (fills the catalogue)
 from safetrain import ConfigError, Finding, GuardError
 from safetrain.findings import RULES, Report, SourceLine
 
-FIELDS = (
-    "code name severity phase first_step last_step count message source holder params module op pinned_bytes "
-    "growth_bytes_per_step cause fix"
-).split()
+FIELDS = {
+    *("code", "name", "severity", "phase", "first_step", "last_step", "count", "message", "source", "holder", "params"),
+    *("module", "op", "pinned_bytes", "growth_bytes_per_step", "cause", "fix"),
+}
 
 
 def leak(line: int = 3, severity: str = "warning") -> Finding:
@@ -64,8 +64,7 @@ def test_the_file_has_one_object_a_line_with_every_field(tmp_path: Path) -> None
     report = Report(jsonl=path)
     report.add(leak(), step=2)
     (row,) = [json.loads(line) for line in path.read_text().splitlines()]
-    assert list(row) == sorted(FIELDS, key=list(row).index)
-    assert set(row) == set(FIELDS)
+    assert set(row) == FIELDS
     assert row["source"] == {"file": "train.py", "line": 3, "text": "history.append(loss)"}
 
 

@@ -9,7 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from safetrain import Callback, RunState, StepOutput, Trainer
-from tests.hand_loops import loss_of, make_data, make_model
+from safetrain.deferred import DeferredFlag
+from tests.hand_loops import assert_same_bits, loss_of, make_data, make_model, train_by_hand
 
 
 class CountsReads(TorchDispatchMode):
@@ -93,6 +94,27 @@ def test_fp16_with_a_fused_optimizer_needs_no_read() -> None:
 
 def test_the_gate_can_be_switched_off() -> None:
     assert set(reads_per_step(plain, check_finite=False)) == {0}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_verdict_read_a_step_late_changes_nothing(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where the flag of a step is read when the next one is about to step."""
+    monkeypatch.setattr(DeferredFlag, "waits", late)
+    data = make_data(9)
+    for index in (1, 4, 8):
+        data[index] = (data[index][0] * float("inf"), data[index][1])
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    trainer = Classifier(model, optimizer, schedule, max_epochs=1, guards="off", log_every=100)
+    with pytest.warns(RuntimeWarning, match="skipped"):
+        trainer.fit(data)
+    hand = make_model()
+    by_hand = torch.optim.SGD(hand.parameters(), lr=0.1, fused=True)
+    healthy = [batch for index, batch in enumerate(data) if index not in (1, 4, 8)]
+    train_by_hand(hand, by_hand, healthy, scheduler=torch.optim.lr_scheduler.StepLR(by_hand, 1, 0.5))
+    assert_same_bits(model, hand)
+    assert (trainer.state.skipped_steps, schedule.last_epoch) == (3, 6)
 
 
 def test_a_fused_optimizer_skips_without_being_read() -> None:

@@ -133,7 +133,7 @@ class RetentionGuard(Guard):
             self._mark_all(loss)
         if sys.exc_info()[1] is not None:
             self._look_at_exception(state)
-        if self._marks.alive_before(self._mark.step):
+        if len(self._marks) > 1 and self._marks.alive_before(self._mark.step):
             self._look_for_carried_state(loss, state)
         if self._evaluation.marks:
             self._evaluation.differentiated(loss)

@@ -77,7 +77,7 @@ class Marks:
         return marks
 
     def __len__(self) -> int:
-        self._refs = [ref for ref in self._refs if ref() is not None]
+        """Marks that were alive at the last `alive_before`, and those made since."""
         return len(self._refs)
 
 

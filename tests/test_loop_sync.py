@@ -52,7 +52,9 @@ class MeasuresReads(Callback):
         self.per_step.append(self.mode.reads)
 
 
-def reads_per_step(optimizer: Any, trainer_type: type[Trainer] = Classifier, **options: Any) -> list[int]:
+def reads_per_step(
+    optimizer: Any, trainer_type: type[Trainer] = Classifier, steps: int = 12, **options: Any
+) -> list[int]:
     model = make_model()
     meter = MeasuresReads()
     trainer = trainer_type(
@@ -63,7 +65,7 @@ def reads_per_step(optimizer: Any, trainer_type: type[Trainer] = Classifier, **o
         callbacks=[meter, *options.pop("callbacks", [])],
         **options,
     )
-    trainer.fit(make_data(options.get("accumulate", 1) * 12))
+    trainer.fit(make_data(options.get("accumulate", 1) * steps))
     return meter.per_step[4:]  # the first steps are logged, screened and warmed up
 
 
@@ -86,6 +88,10 @@ def test_a_fused_optimizer_needs_no_read(options: dict[str, Any], trainer_type: 
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}, {"accumulate": 3}, {"precision": "fp16"}])
 def test_other_optimizers_need_the_gate_and_nothing_else(options: dict[str, Any]) -> None:
     assert set(reads_per_step(plain, **options)) == {1}
+
+
+def test_guards_that_look_now_and_then_do_not_read_either() -> None:
+    assert set(reads_per_step(fused, steps=150)) == {0}
 
 
 def test_fp16_with_a_fused_optimizer_needs_no_read() -> None:

@@ -107,14 +107,18 @@ class ChangeDetector:
         self._groups = self._groups_now()
         self._model = self._model_now()
 
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether this is still the model: the driver of a foreign loop learns of further ones as they are called."""
+        return self._modules[0]() is model
+
     @property
     def interval(self) -> int:
         """Steps between looks at the model."""
         return max(1, self._size // 16)
 
-    def optimizers_changed(self) -> bool:
-        """Groups were added, removed or refilled. Cheap enough for every step."""
-        return self._groups_now() != self._groups
+    def optimizers_changed(self, optimizers: Mapping[str, Optimizer]) -> bool:
+        """There are others, or groups were added, removed or refilled. Cheap enough for every step."""
+        return optimizers.keys() != self._optimizers.keys() or self._groups_now() != self._groups
 
     def model_changed(self) -> bool:
         """Parameters or modules were added, removed, replaced, frozen or unfrozen, or an attribute was added."""

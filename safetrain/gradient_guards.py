@@ -51,6 +51,7 @@ class Watch(Callback):
         self.finished: PathLook | None = None
         """The look that ended with this step; readable in `on_step_end` of the guards that follow."""
         self._may_look = may_look
+        self._foreign = False
         self._wanted = False
         self._changes: ChangeDetector | None = None
         self._next_check = 0
@@ -68,12 +69,16 @@ class Watch(Callback):
 
     # ------------------------------------------------------------------ looks
 
-    def request_look(self) -> None:
-        """Have the next step watched op by op."""
+    def request_look(self, between: RunState | None = None) -> None:
+        """Have the next step watched op by op. Callers that stand between two steps give the state."""
         self._wanted = self._may_look
+        if between is not None and self._foreign:
+            # A foreign step begins for us with its first forward that has gradients on; what comes before counts too.
+            self._start_look(between)
 
     def see(self, event: LoopEvent) -> None:
         """Take note of a foreign loop's event."""
+        self._foreign = True
         if event.kind == "optimizer_made":
             self.lines[event.data.get("optimizer", 0)] = event.source
 
@@ -82,11 +87,18 @@ class Watch(Callback):
 
     def on_step_start(self, state: RunState) -> None:
         self.finished = None
+        self._start_look(state)
+
+    def _start_look(self, state: RunState) -> None:
         if self._wanted and self.look is None:
             self._wanted = False
             if not _anything_compiled():
                 self.look = PathLook({n: p for n, p in state.model.named_parameters() if p.requires_grad})
                 self.look.start()
+
+    def on_eval_start(self, state: RunState) -> None:
+        if self.look is not None:
+            self.look.forget()
 
     def on_backward_start(self, state: RunState) -> None:
         loss = state.micro_loss
@@ -121,7 +133,7 @@ class Watch(Callback):
 
     def on_backward_end(self, state: RunState) -> None:
         changes = self._changes
-        if changes is None or changes.optimizers_changed():
+        if changes is None or not changes.is_of(state.model) or changes.optimizers_changed(state.optimizers):
             self._rebuild(state)
         elif state.step >= self._next_check:
             self._next_check = state.step + changes.interval
@@ -305,7 +317,7 @@ class MissingGradientGuard(Callback):
         step = state.step
         if step >= self._look_at:
             self._look_at = step + (5 if step < 8 else 12 if step < 20 else self._patience)
-            self._watch.request_look()
+            self._watch.request_look(state)
         due = [
             name
             for name, (_, since, _) in self._pending.items()
@@ -399,6 +411,7 @@ class NumbersGuard(Callback):
         self._still: dict[str, list[int]] = {}
         self._ask_cause: dict[str, list[int]] = {}
         self._causes: dict[str, rules.ZeroCause] = {}
+        self._lines: dict[str, SourceLine | None] = {}
         self._told: set[str] = set()
         self._peak_rate = 0.0
         self._skipped = 0
@@ -440,6 +453,8 @@ class NumbersGuard(Callback):
         if self._before:
             self._compare(state)
         if self._ask_cause and (self._causes or self._watch.finished is not None):
+            if self._watch.finished is not None:
+                self._lines.update(self._watch.finished.flat_lines)
             self._tell_zero(state)
         if is_sample(state.step) or state.is_logging_step:
             self._read(state)
@@ -491,7 +506,7 @@ class NumbersGuard(Callback):
         suspects = {n: s for n, s in self._zero.items() if len(s) >= 2 and n not in self._told}
         if suspects and suspects.keys() != self._ask_cause.keys():
             self._ask_cause = suspects
-            self._watch.request_look()
+            self._watch.request_look(state)
 
     @staticmethod
     def _split(items: list[Any], step: int, keep: int) -> tuple[list[Any], list[Any]]:
@@ -515,10 +530,9 @@ class NumbersGuard(Callback):
         if not ready:
             return
         self._told.update(ready)
-        lines = self._watch.finished.flat_lines if self._watch.finished is not None else {}
         weights = [h.name for h in self._watch.coverage.trained if (t := h.tensor) is not None and t.dim() >= 2]
         first = min(suspects[n][0] for n in ready)
-        for finding in rules.find_zero_grads(ready, self._causes, lines, steps=state.step - first + 1, weights=weights):
+        for finding in rules.find_zero_grads(ready, self._causes, self._lines, steps=state.step - first + 1, weights=weights):
             finding.first_step = first
             self._report.add(finding, step=max(1, state.step))
 
@@ -619,9 +633,10 @@ class StaleGradientGuard(Callback):
                 self._probes.setdefault(coverage.owner[id(tensor)], (held.name, held.ref))
 
 
-def _note_arrival(arrived: set[str], name: str, grad: Tensor) -> None:
+def _note_arrival(arrived: set[str], name: str, grad: Tensor | None) -> None:
     """Hook of a parameter: backward brought it a gradient."""
-    arrived.add(name)
+    if grad is not None:
+        arrived.add(name)
 
 
 def _plain(tensor: Tensor) -> bool:

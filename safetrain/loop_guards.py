@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from safetrain.callbacks.base import Callback
 from safetrain.findings import Report, SourceLine
 from safetrain.gradient_guards import is_sample
-from safetrain.reading import find_method_call
+from safetrain.reading import find_method_calls
 from safetrain.rules import loop as rules
 from safetrain.rules import precision
 from safetrain.source import user_frame
@@ -259,7 +259,7 @@ class ModeGuard(Callback):
         layers = rules.mode_dependent(state.model)
         if not layers:
             return
-        calls = find_method_call("eval")
+        calls = find_method_calls("eval")
         kinds = sorted({type(m).__name__ for _, m in layers})
         self._report.add(
             rules.mode_finding(type(state.model).__name__, calls[0] if calls else None, self._first, " and ".join(kinds)),

@@ -47,6 +47,8 @@ class Cut:
     mask: int = 0
     region: SourceLine | None = None
     """Where gradients were switched off, for `no_grad`."""
+    places: tuple[tuple[str, int], ...] = ()
+    """The user's lines that were running, innermost first, for `no_grad`."""
     loss_uses_it: bool = False
     revoked: bool = False
 
@@ -113,6 +115,10 @@ class PathLook(TorchFunctionMode):
         """Begin to watch."""
         self.__enter__()
         self.active = True
+
+    def forget(self) -> None:
+        """Start over: what was seen so far belonged to no training step (an evaluation)."""
+        self._s = _State()
 
     def stop(self) -> bool:
         """End. False when the user is inside a mode of their own just now; call again later."""
@@ -211,7 +217,7 @@ class PathLook(TorchFunctionMode):
             return
         s.used |= mask
         outputs = list(_tensors((result,), {}))
-        if name.endswith("_") or name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"):
+        if (name[-1] == "_" and name[-2:] != "__") or name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"):
             outputs = [args[0]] if args and isinstance(args[0], Tensor) else outputs
         alive = [t for t in outputs if self._alive(t)]
         if alive:
@@ -261,7 +267,10 @@ class PathLook(TorchFunctionMode):
             code = frame.f_code
             region = self._grad_off[2] if self._grad_off[:2] == (code.co_filename, code.co_name) else None
         key = (name, source.file if source else "", source.line if source else 0)
-        cut = self._s.cuts.setdefault(key, Cut(kind, name, source, region=region))
+        cut = self._s.cuts.get(key)
+        if cut is None:
+            places = _user_lines(sys._getframe(1)) if kind == "no_grad" and region is None else ()
+            cut = self._s.cuts[key] = Cut(kind, name, source, region=region, places=places)
         cut.mask |= mask
         return cut
 
@@ -366,6 +375,15 @@ def _kind_of(name: str) -> tuple[CutKind, FrameType | None]:
     if name in _REBUILDS:
         return "rebuilt", frame
     return ("grad" if name == "grad" else "no_derivative"), frame
+
+
+def _user_lines(frame: FrameType | None) -> tuple[tuple[str, int], ...]:
+    lines: list[tuple[str, int]] = []
+    while frame is not None and len(lines) < 12:
+        if grade(frame.f_code.co_filename) == USER:
+            lines.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(lines)
 
 
 def _outside_checkpoint(frame: FrameType | None) -> FrameType | None:

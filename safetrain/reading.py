@@ -1,86 +1,70 @@
-"""Reads the user's source for the statement that did it, where a running program leaves no trace of its line.
-
-Only ever on suspicion: it parses the files of the user's loaded modules, once each.
-"""
+"""Finds the user's statement that did it, where a running program leaves no trace of its line. Only ever on suspicion."""
 
 from __future__ import annotations
 
 import ast
-import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+
+from torch import nn
 
 from safetrain.findings import SourceLine
 from safetrain.source import USER, grade, line_text
+from safetrain.syntax import attribute_stores, called_name, tree_of
 
 _MAX_FILES = 200
 
 
-def user_files() -> list[str]:
-    """Files of the loaded modules that are the user's own, the main script first."""
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    files = [main] if isinstance(main, str) and grade(main) == USER else []
-    for module in list(sys.modules.values()):
-        name = getattr(module, "__file__", None)
-        if isinstance(name, str) and name.endswith(".py") and name not in files and grade(name) == USER:
-            files.append(name)
-    return files[:_MAX_FILES]
+def user_files(near: nn.Module | None = None) -> list[str]:
+    """Files of the loaded modules that are the user's own, the main script first; with `near`, the model's file only."""
+    names = ["__main__", *((kind.__module__ for kind in type(near).__mro__) if near is not None else sys.modules)]
+    files: dict[str, None] = {}
+    for name in names:
+        filename = getattr(sys.modules.get(name), "__file__", None)
+        if isinstance(filename, str) and filename.endswith(".py") and grade(filename) == USER:
+            files[filename] = None
+    return list(files)[:_MAX_FILES]
 
 
-@functools.lru_cache(maxsize=_MAX_FILES)
-def _tree(filename: str) -> ast.Module | None:
-    try:
-        with open(filename, encoding="utf-8") as file:
-            return ast.parse(file.read())
-    except (OSError, SyntaxError, ValueError):
-        return None
-
-
-def _nodes(files: list[str] | None) -> Iterator[tuple[str, ast.AST]]:
-    for name in files if files is not None else user_files():
-        tree = _tree(name)
-        if tree is not None:
-            for node in ast.walk(tree):
-                yield name, node
-
-
-def find_attribute_assignment(attribute: str, owner: str = "", *, files: list[str] | None = None) -> SourceLine | None:
+def find_attribute_assignment(attribute: str, owner: str = "", *, files: Iterable[str] | None = None) -> SourceLine | None:
     """The first `….owner.attribute = …` of the user's files; with an empty `owner`, any `….attribute = …`."""
-    for name, node in _nodes(files):
-        if not isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
-            continue
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            if isinstance(target, ast.Attribute) and target.attr == attribute and _ends_with(target.value, owner):
-                return SourceLine(name, node.lineno, line_text(name, node.lineno))
+    for filename in files if files is not None else user_files():
+        for statement in attribute_stores(filename, attribute):
+            targets = (n for n in ast.walk(statement) if isinstance(n, ast.Attribute) and n.attr == attribute)
+            if any(_ends_with(target.value, owner) for target in targets):
+                return SourceLine(filename, statement.lineno, line_text(filename, statement.lineno))
     return None
 
 
-def find_method_call(method: str, *, files: list[str] | None = None) -> list[SourceLine]:
+def find_method_calls(method: str, *, files: Iterable[str] | None = None) -> list[SourceLine]:
     """All `….method(…)` of the user's files."""
     return [
-        SourceLine(name, node.lineno, line_text(name, node.lineno))
-        for name, node in _nodes(files)
+        SourceLine(filename, node.lineno, line_text(filename, node.lineno))
+        for filename in (files if files is not None else user_files())
+        for node in _walk(filename)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == method
     ]
 
 
-def find_freeze_of_state_dict(*, files: list[str] | None = None) -> SourceLine | None:
+def find_freeze_of_state_dict(*, files: Iterable[str] | None = None) -> SourceLine | None:
     """A loop over `x.state_dict()` whose body sets `requires_grad`: those tensors are copies of no effect."""
-    for name, node in _nodes(files):
-        if isinstance(node, ast.For) and _reads_state_dict(node.iter):
+    for filename in files if files is not None else user_files():
+        for node in _walk(filename):
+            if not isinstance(node, ast.For) or not _reads_state_dict(node.iter):
+                continue
             for inner in ast.walk(node):
-                if isinstance(inner, ast.Assign) and any(
-                    isinstance(t, ast.Attribute) and t.attr == "requires_grad" for t in inner.targets
-                ):
-                    return SourceLine(name, inner.lineno, line_text(name, inner.lineno))
+                if isinstance(inner, ast.Attribute) and inner.attr == "requires_grad" and isinstance(inner.ctx, ast.Store):
+                    return SourceLine(filename, inner.lineno, line_text(filename, inner.lineno))
     return None
 
 
+def _walk(filename: str) -> Iterator[ast.AST]:
+    tree = tree_of(filename)
+    return ast.walk(tree) if tree is not None else iter(())
+
+
 def _reads_state_dict(node: ast.expr) -> bool:
-    return any(
-        isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "state_dict"
-        for part in ast.walk(node)
-    )
+    return any(isinstance(part, ast.Call) and called_name(part) == "state_dict" for part in ast.walk(node))
 
 
 def _ends_with(node: ast.expr, owner: str) -> bool:

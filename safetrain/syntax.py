@@ -10,7 +10,7 @@ import functools
 import itertools
 import linecache
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -202,3 +202,27 @@ def _statement_of(node: Any) -> ast.stmt:
     while not isinstance(node, ast.stmt):
         node = node.parent
     return node
+
+
+def no_grad_block(places: Iterable[tuple[str, int]]) -> SourceLine | None:
+    """The innermost `with torch.no_grad()` block or decorator around one of these lines."""
+    for filename, line in places:
+        node: ast.AST | None = statement_at(filename, line)
+        while node is not None:
+            holders: list[ast.expr] = []
+            if isinstance(node, (ast.With, ast.AsyncWith)):
+                holders = [item.context_expr for item in node.items]
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                holders = node.decorator_list
+            for holder in holders:
+                if any(isinstance(n, (ast.Name, ast.Attribute)) and _last(n) in _NO_GRAD for n in ast.walk(holder)):
+                    return SourceLine(filename, holder.lineno, line_text(filename, holder.lineno))
+            node = getattr(node, "parent", None)
+    return None
+
+
+_NO_GRAD = frozenset({"no_grad", "inference_mode", "set_grad_enabled"})
+
+
+def _last(node: ast.Name | ast.Attribute) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr

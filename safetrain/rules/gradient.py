@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from safetrain.coverage import Coverage, read_coverage
 from safetrain.findings import Finding, SourceLine, rule
 from safetrain.path_look import Cut, PathLook, Term, WhyNoGradient, written
-from safetrain.reading import find_attribute_assignment, find_freeze_of_state_dict
+from safetrain.reading import find_attribute_assignment, find_freeze_of_state_dict, user_files
 from safetrain.source import with_text
+from safetrain.syntax import no_grad_block
 
 GRAD_NONE = rule("P201", "grad-none", "warning", "a trainable parameter got no gradient")
 NOT_IN_OPTIMIZER = rule("P202", "not-in-optimizer", "warning", "a trainable parameter is in no optimizer")
@@ -91,9 +92,11 @@ def explain_missing(verdicts: Mapping[str, WhyNoGradient | None], model: nn.Modu
 
 def _cut_finding(cut: Cut, names: list[str]) -> Finding:
     why, fix = (text.format(op=cut.op) for text in _CUT_ADVICE[cut.kind])
-    source = with_text(cut.region or cut.source) if (cut.region or cut.source) else None
+    switch = cut.region or no_grad_block(cut.places)
+    line = switch or cut.source
+    source = with_text(line) if line else None
     at = written(cut.source)
-    region = f" (switched off at {written(cut.region)})" if cut.region else ""
+    region = f" (switched off at {written(switch)})" if switch else ""
     if cut.kind == "reentrant":
         from safetrain.rules.loop import reentrant_finding  # the fault has a code of its own
 
@@ -407,6 +410,7 @@ def shared_finding(names: Sequence[str], optimizers: Sequence[str], *, proved: b
         severity="warning" if proved else "note",
         params=list(names),
         module=_common_module(names),
+        op="step" if proved else None,
         cause=f"held by {both}",
         fix="give each parameter to one optimizer",
     )
@@ -759,7 +763,7 @@ def find_state_dict_freeze(model: nn.Module, *, had_gradient: set[int], files: l
         return []
     if any(not p.requires_grad for p in model.parameters()):
         return []
-    source = find_freeze_of_state_dict(files=files)
+    source = find_freeze_of_state_dict(files=files if files is not None else user_files(model))
     if source is None:
         return []
     return [

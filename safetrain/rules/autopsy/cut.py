@@ -114,7 +114,7 @@ def _grad_mode_off(failure: Failure) -> Finding | None:
     if torch.is_grad_enabled() and failure.gradients_off_at is None:
         return None
     place = failure.gradients_off_at
-    enclosing = None if place is not None else _no_grad_block(failure.user_frames_lines())
+    enclosing = None if place is not None else syntax.no_grad_block(failure.user_frames_lines())
     place = place or enclosing
     candidates = [] if place is not None else list(grad_switches(f for f, _ in failure.user_frames_lines()))
     if place is None and candidates:
@@ -179,30 +179,6 @@ def _switches_off(node: ast.AST) -> bool:
     return not (isinstance(value, ast.Constant) and value.value is True)
 
 
-def _no_grad_block(places: Iterable[tuple[str, int]]) -> SourceLine | None:
-    """The innermost `with torch.no_grad()` block or decorator around one of these lines."""
-    for filename, line in places:
-        node: ast.AST | None = syntax.statement_at(filename, line)
-        while node is not None:
-            holders: list[ast.expr] = []
-            if isinstance(node, (ast.With, ast.AsyncWith)):
-                holders = [item.context_expr for item in node.items]
-            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                holders = node.decorator_list
-            for holder in holders:
-                if any(isinstance(n, (ast.Name, ast.Attribute)) and _last(n) in _NO_GRAD for n in ast.walk(holder)):
-                    return SourceLine(filename, holder.lineno, line_text(filename, holder.lineno))
-            node = getattr(node, "parent", None)
-    return None
-
-
-_NO_GRAD = frozenset({"no_grad", "inference_mode", "set_grad_enabled"})
-
-
-def _last(node: ast.Name | ast.Attribute) -> str:
-    return node.id if isinstance(node, ast.Name) else node.attr
-
-
 def _traced_cut(failure: Failure, record: Recorder, loss: Tensor) -> Finding | None:
     index = record.producer(loss)
     cuts = cuts_of(record, index) if index >= 0 else []
@@ -211,7 +187,7 @@ def _traced_cut(failure: Failure, record: Recorder, loss: Tensor) -> Finding | N
     if not cuts:
         return None
     cut = cuts[0]
-    block = _no_grad_block(cut.op.stack) if cut.kind == "no_grad" else None
+    block = syntax.no_grad_block(cut.op.stack) if cut.kind == "no_grad" else None
     place = block or cut.op.source
     where = f" on line {place.line}: `{place.text}`" if place is not None else ""
     return NO_GRAPH.finding(
@@ -259,7 +235,7 @@ def _cut_from_source(failure: Failure) -> Finding:
         statement = syntax.statement_at(filename, line)
         if statement is None:
             continue
-        block = _no_grad_block([(filename, line)])
+        block = syntax.no_grad_block([(filename, line)])
         scope = syntax.scope_of(statement)
         lines = [block] if block else syntax.lines_where(filename, _cuts, inside=scope)
         lines = [s for s in lines if s.line <= line] or lines

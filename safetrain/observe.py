@@ -95,7 +95,7 @@ class Observer:
     Args:
         callbacks: listeners, in order.
         judges: called with each `LoopEvent` as it is recorded; what they yield goes to `on_finding`.
-        on_finding: receives a judge's finding and its step.
+        on_finding: receives a judge's finding and the event that led to it.
         on_step: called with the number of steps done, after each.
         max_steps: raise `StopRun` in the loop when so many steps are done.
         on_trouble: receives the traceback of a listener that failed; it is not called again.
@@ -106,7 +106,7 @@ class Observer:
         callbacks: Iterable[Callback] = (),
         *,
         judges: Iterable[EventJudge] = (),
-        on_finding: Callable[[Finding, int], None] | None = None,
+        on_finding: Callable[[Finding, LoopEvent], None] | None = None,
         max_steps: int | None = None,
         on_step: Callable[[int], None] | None = None,
         on_trouble: Callable[[str], None] | None = None,
@@ -123,7 +123,7 @@ class Observer:
         self._callbacks = list(callbacks)
         self._calls: dict[str, list[Hook]] = {hook: [] for hook in HOOKS}
         self._judges = list(judges)
-        self._on_finding = on_finding or (lambda finding, step: None)
+        self._on_finding = on_finding or (lambda finding, event: None)
         self._on_trouble = on_trouble or (lambda text: None)
         self._on_step = on_step
         self._max_steps = max_steps
@@ -782,7 +782,7 @@ class Observer:
         for judge in list(self._judges):
             try:
                 for finding in judge(event) or ():
-                    self._on_finding(finding, event.step)
+                    self._on_finding(finding, event)
             except Exception:
                 self._judges.remove(judge)
                 self._on_trouble(traceback.format_exc())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.errors import ConfigError
+from safetrain.events import LoopEvent
 from safetrain.findings import RULES, Finding, Policy, Report
 from safetrain.guards import default_guards
 from safetrain.loop_guards import SnapshotGuard
@@ -64,8 +65,8 @@ class Watch:
         )
         self.observer.attach()
 
-    def _add(self, finding: Finding, step: int) -> None:
-        self.report.add(finding, step=step, phase=self.observer.state.phase)
+    def _add(self, finding: Finding, event: LoopEvent) -> None:
+        self.report.add(finding, step=event.step, phase=self.observer.state.phase)
 
     def finish(self) -> None:
         """Stop watching and write the last counts."""

@@ -23,7 +23,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from safetrain.callbacks.base import Callback
@@ -50,7 +51,7 @@ from safetrain.graph.holders import Wanted
 from safetrain.graph.marks import KEY
 from safetrain.graph.walk import is_leaf_node
 from safetrain.rules import functions, graph
-from safetrain.source import user_frame, with_text
+from safetrain.source import user_frame, user_line, with_text
 from safetrain.state import RunState
 from safetrain.syntax import statement_at
 
@@ -136,7 +137,7 @@ class RetentionGuard(Guard):
         if len(self._marks) > 1 and self._marks.alive_before(self._mark.step):
             self._look_for_carried_state(loss, state)
         if self._evaluation.marks:
-            self._evaluation.differentiated(loss)
+            self.tell(self._evaluation.settle(loss), state)
 
     def on_step_end(self, state: RunState) -> None:
         self._is_first = False
@@ -161,6 +162,16 @@ class RetentionGuard(Guard):
         self._end_traces()
         if self._evaluation.marks:
             self._judge_evaluation(state, at_end=True)
+        self.tell(self._evaluation.last_word(), state)
+
+    def outputs_made(self, state: RunState, module: nn.Module, output: Any) -> None:
+        """For drivers that see forwards: an outermost module has returned `output`."""
+        if module.training or not torch.is_grad_enabled() or self._evaluation.is_training:
+            return
+        tensors = graph_tensors(output)
+        if tensors and self._evaluation.see(tensors, state.step, module):
+            holders = find_holders(self._evaluation.of_batches(), self._names(state))
+            self._evaluation.suspect(graph.find_eval_graphs([h for h in holders if len(h.steps) > 2][:1], module))
 
     def _mark_young(self, mark: Mark) -> None:
         """Mark what was made since the last look and still carries a graph."""
@@ -257,8 +268,8 @@ class RetentionGuard(Guard):
         wanted = self._evaluation.kept(state.step, at_end)
         if wanted is not None:
             holders = find_holders(wanted, self._names(state))
+            self._evaluation.told = True
             self.tell(graph.find_eval_graphs(holders[:1], state.model, told=self._told), state)
-            self._evaluation.reported()
 
     def _names(self, state: RunState) -> dict[str, Any]:
         return {**self._given, "model": state.model}
@@ -294,30 +305,79 @@ class _SearchBudget:
 
 
 class _Evaluation:
-    """Graphs that were alive when an evaluation ended."""
+    """Graphs that an evaluation built: those that were alive when it ended, and its outputs where forwards are seen."""
 
     def __init__(self) -> None:
         self.marks = 0
+        self.told = False
+        self.is_training = False
+        """Losses were computed from outputs in eval mode: that is how this model is trained."""
         self._alive = Marks()
-        self._told = False
+        self._pending: list[Finding] = []
+        self._seen = False
 
     def mark(self, step: int) -> Mark:
+        """A mark for what an evaluation after `step` built."""
         self.marks += 1
         return self._alive.new(step, "eval")
 
-    def differentiated(self, loss: Tensor) -> None:
-        """A loss that reaches them makes it a training that runs in eval mode."""
+    def see(self, tensors: list[Tensor], step: int, module: nn.Module) -> bool:
+        """Mark a forward's outputs. True when so many batches' outputs are alive that somebody collects them."""
+        mark = self.mark(step)
+        for tensor in tensors:
+            put_mark(tensor, mark)
+        if not self._seen:
+            self._seen = True
+            self._pending = [graph.eval_built_graphs(tensors[0], module, user_line())]
+        suspicious = not self.told and len(self._alive.alive_before(step + 1)) == _COLLECTED_BATCHES
+        return suspicious and all(finding.severity == "note" for finding in self._pending)
+
+    def of_batches(self) -> Wanted:
+        """Which batches' graphs a tensor keeps."""
+        number = {mark: i for i, mark in enumerate(self._alive.alive_before(sys.maxsize))}
+
+        def wanted(tensor: Tensor) -> frozenset[int]:
+            return frozenset(number[mark] for mark in marks_reached(tensor, 4_000) if mark in number)
+
+        return wanted
+
+    def suspect(self, findings: list[Finding]) -> None:
+        """To be told once it is certain that this was an evaluation."""
+        if findings:
+            self._pending = findings
+            self.told = True
+
+    def settle(self, loss: Tensor) -> list[Finding]:
+        """A loss that reaches those graphs makes it a training; otherwise what was suspected is certain now."""
         if any(mark.kind == "eval" for mark in marks_reached(loss, 20_000)):
+            self.is_training, self.told = True, False
             self.marks, self._alive = 0, Marks()
+            self._pending = []
+        certain = [finding for finding in self._pending if finding.severity != "note"]
+        self._pending = [finding for finding in self._pending if finding.severity == "note"]
+        return certain
+
+    def last_word(self) -> list[Finding]:
+        """Graphs were built, and nothing worse was told about them."""
+        return [finding for finding in self._pending if finding.severity != "note" or not self.told]
 
     def kept(self, step: int, at_end: bool) -> Wanted | None:
         """What to look for when something of an evaluation is alive two steps later."""
-        self.marks = len(self._alive)
         old = self._alive.alive_before(step + 1 if at_end else step - 1)
-        return reaches(old) if old and not self._told else None
+        self.marks = len(self._alive)
+        return reaches(old) if old and not self.told else None
 
-    def reported(self) -> None:
-        self._told = True
+
+_COLLECTED_BATCHES = 5
+"""Outputs of so many batches alive at once: a loop's own names keep two."""
+
+
+def graph_tensors(output: Any) -> list[Tensor]:
+    """The tensors with a graph in a module's output: itself, or one level into a tuple, list or mapping."""
+    values = (
+        output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else (output,)
+    )
+    return [value for value in values if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf]
 
 
 class WasteGuard(Guard):
@@ -327,6 +387,8 @@ class WasteGuard(Guard):
         super().__init__(report)
         self._retained: _Retained | None = None
         self._unused_retains = 0
+        self._big: list[tuple[int, StorageWeakRef, int]] = []
+        self._stale_told = False
         self._unused_graphs = 0
         self._first_backward = True
         self._probe = 0
@@ -356,6 +418,17 @@ class WasteGuard(Guard):
     def on_eval_end(self, state: RunState) -> None:
         if state.attached_metrics:
             self._tell_metrics(state)
+
+    def outputs_made(self, state: RunState, module: nn.Module, output: Any) -> None:
+        """For drivers that see forwards: an outermost module has returned `output`."""
+        big = [t for t in graph_tensors(output) if t.nbytes >= graph.STALE_BYTES]
+        if not big and not self._big:
+            return
+        stale = sum(count for step, ref, count in self._big if step < state.step and not is_dead(ref))
+        if stale and not self._stale_told:
+            self._stale_told = True
+            self.tell([graph.stale_output(stale, user_line())], state)
+        self._big = [(state.step, StorageWeakRef(t.untyped_storage()), t.nbytes) for t in big]  # type: ignore[no-untyped-call]
 
     def _tell_metrics(self, state: RunState) -> None:
         self.tell(graph.find_attached_metrics(state.attached_metrics), state)
@@ -396,6 +469,11 @@ class WasteGuard(Guard):
             self.tell([graph.unused_retain(retained.source, retained.num_bytes)], state)
 
 
+def is_dead(storage: StorageWeakRef) -> bool:
+    """Whether a storage is gone."""
+    return bool(storage.expired())  # type: ignore[no-untyped-call]
+
+
 class _Retained:
     """What a backward with retain_graph=True left in its graph, known by weak references to the storages."""
 
@@ -427,7 +505,7 @@ class _Retained:
         return self._num_dead() >= 0.7 * len(self._refs)
 
     def _num_dead(self) -> int:
-        return sum(map(StorageWeakRef.expired, self._refs))
+        return sum(is_dead(ref) for ref in self._refs)
 
     def note_end(self) -> None:
         """The step is over, or about to step: is it still there?"""

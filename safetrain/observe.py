@@ -122,6 +122,7 @@ class Observer:
         self._nothing = self.state.model
         self._callbacks = list(callbacks)
         self._calls: dict[str, list[Hook]] = {hook: [] for hook in HOOKS}
+        self._on_outputs: list[Callable[[RunState, nn.Module, Any], None]] = []
         self._judges = list(judges)
         self._on_finding = on_finding or (lambda finding, event: None)
         self._on_trouble = on_trouble or (lambda text: None)
@@ -161,6 +162,8 @@ class Observer:
             for hook in HOOKS:
                 if getattr(type(callback), hook) is not getattr(Callback, hook):
                     self._calls[hook].append(getattr(callback, hook))
+            if hasattr(callback, "outputs_made"):
+                self._on_outputs.append(callback.outputs_made)
         self._patches = patches.install(self)
         self._active = True
         _attached.add(self)
@@ -257,7 +260,17 @@ class Observer:
         self._last_batch_size = _batch_size(args, kwargs)
 
     def forward_ended(self, module: nn.Module, output: Any) -> None:
-        """An outermost module has returned."""
+        """An outermost module has returned. Listeners with an `outputs_made(state, module, output)` see what."""
+        if self._on_outputs and self.started:
+            self._muted = True
+            try:
+                for call in self._on_outputs:
+                    call(self.state, module, output)
+            except Exception:
+                self._on_outputs = []
+                self._on_trouble(traceback.format_exc())
+            finally:
+                self._muted = False
 
     def _eval_forward(self, module: nn.Module, grad: bool) -> None:
         self._arrive()

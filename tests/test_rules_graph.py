@@ -674,3 +674,69 @@ def test_a_metric_with_a_graph_is_a_note(attached: bool) -> None:
     trainer.attached = attached
     trainer.fit(list(batches("mlp", 4)))
     assert [(f.code, f.severity) for f in of_graphs(report)] == ([("G102", "note")] if attached else [])
+
+
+# ---------------------------------------------------------------------- forwards that the driver sees
+
+
+def test_outputs_collected_over_an_evaluation_that_builds_graphs() -> None:
+    def validate(model: nn.Module) -> float:
+        predictions = []
+        for x, _ in batches("mlp", 8):
+            predictions.append(model(x))
+        return torch.cat(predictions).mean().item()
+
+    with watched() as report:
+        model = make_model("mlp")
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for _ in range(2):
+            model.train()
+            for x, y in batches("mlp", 4):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            validate(model.eval())
+    finding = only(report)
+    assert (finding.code, finding.severity) == ("G103", "warning")
+    assert "local `predictions` in validate()" in (finding.holder or "")
+
+
+def test_an_evaluation_that_builds_graphs_and_drops_them_is_a_note() -> None:
+    with watched() as report:
+        model = make_model("mlp")
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for _ in range(3):
+            model.train()
+            for x, y in batches("mlp", 4):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            model.eval()
+            for x, _ in batches("mlp", 8):
+                model(x).argmax(1).sum().item()
+    finding = only(report)
+    assert (finding.code, finding.severity) == ("G103", "note")
+    assert finding.source is not None and "model(x)" in finding.source.text
+
+
+@pytest.mark.parametrize("in_a_function", [False, True])
+def test_big_outputs_that_outlive_the_next_forward(in_a_function: bool) -> None:
+    layer = nn.Linear(4, 4096)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.0)
+
+    def step() -> Tensor:
+        out = layer(torch.randn(2048, 4))
+        optimizer.zero_grad()
+        out.mean().backward()
+        optimizer.step()
+        return out
+
+    with watched() as report:
+        for _ in range(4):
+            if in_a_function:
+                step()
+            else:
+                logits = step()
+        if not in_a_function:
+            del logits
+    assert [(f.code, f.severity) for f in of_graphs(report)] == ([] if in_a_function else [("G108", "note")])

@@ -96,7 +96,7 @@ def watched(**options: Any) -> Iterator[Report]:
     observer = Observer(
         guards,
         judges=[judge.see for judge in (*guards, *loop_judges(), *precision_judges()) if hasattr(judge, "see")],
-        on_finding=lambda finding, step: report.add(finding, step=step),
+        on_finding=lambda finding, event: report.add(finding, step=event.step, phase=finding.phase),
         on_trouble=trouble.append,
     )
     observer.attach()

@@ -886,7 +886,7 @@ class ResumeGaps:
             yield from self._judge()
 
     def _judge(self) -> Iterator[Finding]:
-        if not {"model", "optimizer"} <= self._restored and not ({"model"} <= self._restored and self._restored & {"scheduler", "scaler"}):
+        if "model" not in self._restored or not self._restored & {"optimizer", "scheduler", "scaler", "rng"}:
             return  # weights to start from, not a run to go on with
         assert self._loaded is not None
         parts = set(self._loaded.data.get("parts") or ())

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from safetrain.bare_loop import watch as watch
     from safetrain.callbacks.base import Callback as Callback
     from safetrain.errors import BatchError as BatchError
     from safetrain.errors import CheckpointError as CheckpointError
@@ -28,6 +29,7 @@ _HOMES = {
     "Callback": "callbacks.base",
     "Finding": "findings",
     "seed_everything": "rng",
+    "watch": "bare_loop",
     "SafetrainError": "errors",
     "ConfigError": "errors",
     "BatchError": "errors",

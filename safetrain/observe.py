@@ -187,6 +187,17 @@ class Observer:
         if self._patches is not None:
             self._patches.undo()
 
+    def know(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> None:
+        """What trains, when it was made before watching began."""
+        if model is not None:
+            self._add_root(model)
+        for optimizer in optimizers:
+            self._track(optimizer)
+
+    def step_done(self) -> None:
+        """The loop says that its step is over."""
+        self._arrive()
+
     def failed(self, exception: BaseException) -> None:
         """Let listeners explain what is about to end the script."""
         self.in_backward = 0

@@ -30,6 +30,11 @@ _current_graph_task = torch._C._current_graph_task_id
 _current_node = torch._C._current_autograd_node
 
 _CHECKPOINT_CODES: frozenset[CodeType] = frozenset({inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__})
+_SELECTIVE_CODES: frozenset[CodeType] = frozenset(
+    inspect.unwrap(mode.__torch_dispatch__).__code__
+    for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+    if (mode := getattr(torch.utils.checkpoint, name, None)) is not None
+)
 _READ_NUMBER = torch.ops.aten._local_scalar_dense.default
 _MODULE_CALL: CodeType = nn.Module._call_impl.__code__
 
@@ -82,7 +87,7 @@ class Op:
 
     __slots__ = (
         "backward_of", "checkpoint", "grad_enabled", "has_inf", "has_nan", "in_backward", "index", "inputs", "module",
-        "name", "next_node", "outputs", "regions", "scalars", "stack", "task", "writes",
+        "name", "next_node", "outputs", "regions", "scalars", "selective", "stack", "task", "writes",
     )  # fmt: skip
 
     def __init__(self, index: int, name: str) -> None:
@@ -92,6 +97,8 @@ class Op:
         """The user's lines, innermost first."""
         self.checkpoint: Where | None = None
         """Line of the `checkpoint(...)` call around it, when it ran inside one."""
+        self.selective = False
+        """It ran under selective checkpointing, which recomputes only some operations."""
         self.inputs: tuple[Input, ...] = ()
         self.outputs: tuple[int, ...] = ()
         """Storages of the results."""
@@ -214,7 +221,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         op = Op(len(self.ops), info.name)
         read, written, op.scalars = _arguments(info, args, kwargs)
         frame = sys._getframe(1)
-        op.stack, op.checkpoint = _where(frame)
+        op.stack, op.checkpoint, op.selective = _where(frame)
         op.grad_enabled = torch.is_grad_enabled()
         op.task = _current_graph_task()
         op.in_backward = op.task != -1
@@ -370,11 +377,11 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _where(frame: FrameType) -> tuple[tuple[Where, ...], Where | None]:
-    """The user's lines, innermost first, and the line of the innermost `checkpoint` call around them."""
+def _where(frame: FrameType) -> tuple[tuple[Where, ...], Where | None, bool]:
+    """The user's lines, innermost first; the line of the innermost `checkpoint` call; whether that is selective."""
     stack: list[Where] = []
     checkpoint: Where | None = None
-    in_checkpoint = False
+    in_checkpoint = selective = False
     here: FrameType | None = frame
     while here is not None:
         code = here.f_code
@@ -384,5 +391,7 @@ def _where(frame: FrameType) -> tuple[tuple[Where, ...], Where | None]:
                 checkpoint = stack[-1]
         elif code in _CHECKPOINT_CODES:
             in_checkpoint = True
+        elif code in _SELECTIVE_CODES:
+            selective = True
         here = here.f_back
-    return tuple(stack[:_MAX_STACK]), checkpoint
+    return tuple(stack[:_MAX_STACK]), checkpoint, selective

@@ -181,6 +181,8 @@ def _first_difference(record: Recorder) -> Op | None:
         return None  # reentrant checkpoints run their forward without a graph, and hand-written ones are not known
     kinds = [_kind(op) for op in forward]
     for again in _recomputations(record):
+        if any(op.selective for op in again):
+            continue  # only some operations are done again
         best = max(_common(kinds, start, again) for start in range(len(kinds)))
         if best < len(again):
             return again[best]
@@ -198,8 +200,9 @@ def _compares(op: Op) -> bool:
 
 def _kind(op: Op) -> tuple[Any, ...]:
     """What must be the same: the operation, its shapes and numbers, and which leaves it reads."""
+    numbers = () if "batch_norm" in op.name else op.scalars  # layers that hold their statistics still set momentum to 0
     leaves = tuple([i.storage for i in op.inputs if i.producer < 0 and i.requires_grad])
-    return op.name, tuple([i.shape for i in op.inputs]), op.scalars, leaves
+    return op.name, tuple([i.shape for i in op.inputs]), numbers, leaves
 
 
 def _recomputations(record: Recorder) -> Iterator[list[Op]]:

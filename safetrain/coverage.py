@@ -102,37 +102,36 @@ class ChangeDetector:
 
     def __init__(self, model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
         self._modules = [weakref.ref(m) for m in model.modules()]
-        self._optimizers = {name: weakref.ref(opt) for name, opt in optimizers.items()}
         self._size = len(self._modules) + sum(1 for _ in model.parameters())
-        self._groups = self._groups_now()
+        self._groups = {
+            name: [(len(g["params"]), id(g["params"][-1]) if g["params"] else 0) for g in opt.param_groups]
+            for name, opt in optimizers.items()
+        }
         self._model = self._model_now()
-
-    def is_of(self, model: nn.Module) -> bool:
-        """Whether this is still the model: the driver of a foreign loop learns of further ones as they are called."""
-        return self._modules[0]() is model
 
     @property
     def interval(self) -> int:
         """Steps between looks at the model."""
-        return max(1, self._size // 16)
+        return max(3, self._size // 16)
 
     def optimizers_changed(self, optimizers: Mapping[str, Optimizer]) -> bool:
         """There are others, or groups were added, removed or refilled. Cheap enough for every step."""
-        return optimizers.keys() != self._optimizers.keys() or self._groups_now() != self._groups
+        if len(optimizers) != len(self._groups):
+            return True
+        for name, optimizer in optimizers.items():
+            known = self._groups.get(name)
+            groups = optimizer.param_groups
+            if known is None or len(known) != len(groups):
+                return True
+            for group, (length, last) in zip(groups, known):  # noqa: B905 (the lengths are equal, and this runs in every step)
+                params = group["params"]
+                if len(params) != length or (length and id(params[-1]) != last):
+                    return True
+        return False
 
     def model_changed(self) -> bool:
         """Parameters or modules were added, removed, replaced, frozen or unfrozen, or an attribute was added."""
         return self._model_now() != self._model
-
-    def _groups_now(self) -> list[int]:
-        mark: list[int] = []
-        for ref in self._optimizers.values():
-            opt = ref()
-            for group in opt.param_groups if opt is not None else ():
-                params = group["params"]
-                mark.append(len(params))
-                mark.append(id(params[-1]) if params else 0)
-        return mark
 
     def _model_now(self) -> list[int]:
         mark: list[int] = []

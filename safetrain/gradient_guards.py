@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 _HARD_CUTS = frozenset({"reentrant", "rebuilt", "number", "no_derivative"})
 """Cuts that no schedule switches off again; the others may be a late start and need patience."""
+_MOST_MEASURED = 128
+_MOST_COMPARED = 48
+"""Parameters whose gradients are measured, and whose values are compared, on one sampled step."""
 
 
 def is_sample(step: int) -> bool:
@@ -410,6 +413,8 @@ class NumbersGuard(Callback):
         self._updates: list[tuple[int, list[tuple[str, float, str]], Tensor]] = []
         self._still: dict[str, list[int]] = {}
         self._ask_cause: dict[str, list[int]] = {}
+        self._asking = False
+        self._turn = 0
         self._causes: dict[str, rules.ZeroCause] = {}
         self._lines: dict[str, SourceLine | None] = {}
         self._told: set[str] = set()
@@ -417,7 +422,7 @@ class NumbersGuard(Callback):
         self._skipped = 0
 
     def on_backward_start(self, state: RunState) -> None:
-        if self._ask_cause and state.micro_loss is not None:
+        if self._asking and state.micro_loss is not None:
             by_name = {h.name: t for h in self._watch.coverage.trained if (t := h.tensor) is not None}
             wanted = {n: by_name[n] for n in self._ask_cause if n in by_name}
             self._causes.update(rules.zero_gradient_causes(state.micro_loss, wanted))
@@ -425,6 +430,7 @@ class NumbersGuard(Callback):
     def on_backward_end(self, state: RunState) -> None:
         if not is_sample(state.current_step):
             return
+        self._turn += 1
         stepping = state.stepping or tuple(state.optimizers)
         coverage = self._watch.coverage
         chosen = [
@@ -433,6 +439,10 @@ class NumbersGuard(Callback):
             if (t := h.tensor) is not None and _plain(t) and t.grad is not None and _plain(t.grad)
             and coverage.owner.get(id(t)) in stepping
         ]  # fmt: skip
+        if state.current_step > 64 and len(chosen) > _MOST_MEASURED:
+            # Large models are measured in turns, so that the cost of a step does not grow with them.
+            start = self._turn * _MOST_MEASURED % len(chosen)
+            chosen = [*chosen[start:], *chosen[:start]][:_MOST_MEASURED]
         self._measure(state, chosen)
 
     def _measure(self, state: RunState, chosen: list[tuple[Held, Tensor, Tensor]]) -> None:
@@ -445,16 +455,18 @@ class NumbersGuard(Callback):
             for entries in by_device.values():
                 norms = torch._foreach_norm([g for _, _, g in entries], float("inf"))
                 self._waiting.append((state.current_step, [h.name for h, _, _ in entries], torch.stack([n.float() for n in norms])))
-                for held, tensor, _ in entries:
+                every = -(-len(entries) // _MOST_COMPARED)
+                for held, tensor, _ in entries[self._turn % every :: every]:
                     rate = rates.get(id(tensor), 1.0)
                     self._before.append((held, tensor.reshape(-1)[:256].clone(), rate if isinstance(rate, float) else 1.0))
 
     def on_step_end(self, state: RunState) -> None:
         if self._before:
             self._compare(state)
-        if self._ask_cause and (self._causes or self._watch.finished is not None):
+        if self._asking:
             if self._watch.finished is not None:
                 self._lines.update(self._watch.finished.flat_lines)
+            self._asking = False
             self._tell_zero(state)
         if is_sample(state.step) or state.is_logging_step:
             self._read(state)
@@ -504,9 +516,11 @@ class NumbersGuard(Callback):
         for step, facts, changed in updates:
             self._judge_updates(state, step, facts, changed.tolist(), look or (self._history[-1] if self._history else {}))
         suspects = {n: s for n, s in self._zero.items() if len(s) >= 2 and n not in self._told}
-        if suspects and suspects.keys() != self._ask_cause.keys():
-            self._ask_cause = suspects
-            self._watch.request_look(state)
+        if suspects and {n: len(s) for n, s in suspects.items()} != {n: len(s) for n, s in self._ask_cause.items()}:
+            self._ask_cause = {n: list(s) for n, s in suspects.items()}
+            self._asking = True
+            if any(len(s) <= 3 for s in suspects.values()):
+                self._watch.request_look(state)
 
     @staticmethod
     def _split(items: list[Any], step: int, keep: int) -> tuple[list[Any], list[Any]]:
@@ -587,12 +601,10 @@ class StaleGradientGuard(Callback):
     def on_backward_start(self, state: RunState) -> None:
         if not self._marks:
             return
-        step = state.step
-        reads = 1 <= step <= 4 or step % 64 == 0
         for name, mark in list(self._marks.items()):
             tensor = self._probes[name][1]()
             grad = tensor.grad if tensor is not None else None
-            if grad is None or mark() is not grad or not reads or not bool(grad.any()):
+            if grad is None or mark() is not grad or not bool(grad.any()):  # a host sync, on the steps of _reads_after
                 del self._marks[name]
                 self._proved.discard(name)
             else:
@@ -611,6 +623,8 @@ class StaleGradientGuard(Callback):
                     )
 
     def on_step_end(self, state: RunState) -> None:
+        if not _reads_after(state.step):
+            return
         if self._version != self._watch.version:
             self._choose()
         self._proved.clear()
@@ -631,6 +645,11 @@ class StaleGradientGuard(Callback):
             tensor = held.tensor
             if tensor is not None and tensor.grad is not None:
                 self._probes.setdefault(coverage.owner[id(tensor)], (held.name, held.ref))
+
+
+def _reads_after(step: int) -> bool:
+    """After these steps the gradients that are left are looked at, until the next step."""
+    return step <= 4 or step % 64 <= 1
 
 
 def _note_arrival(arrived: set[str], name: str, grad: Tensor | None) -> None:

@@ -187,15 +187,16 @@ class RetentionGuard(Guard):
 
     def _judge(self, earlier: list[Mark], state: RunState) -> None:
         self._end_traces()
-        self._growth.update(len(earlier))
+        rose = self._growth.update(len(earlier))
         if len(earlier) < self._patience:
             return
-        if self._growth.certain:
+        if not rose:
+            if earlier and earlier[0].step == state.step - 3 and self._searches.allow_single():
+                self._report_exception_holder(earlier, state)
+        elif self._growth.certain:
             self._report_holders(earlier, state)
         elif self._growth.suspicious:
             self._search_and_trace(earlier, state)
-        elif earlier and earlier[0].step == state.step - 3 and self._searches.allow_single():
-            self._report_exception_holder(earlier, state)
 
     def _search_and_trace(self, earlier: list[Mark], state: RunState) -> None:
         """The first look: who holds, and a trace of the coming step for the line that stores there."""

@@ -50,6 +50,9 @@ def mark_of(node: Any) -> Mark | None:
     return found
 
 
+_MOST_COUNTED = 256
+
+
 class Marks:
     """The marks that may still be alive, known weakly."""
 
@@ -59,9 +62,13 @@ class Marks:
         self._refs: list[weakref.ref[Mark]] = []
 
     def new(self, step: int, kind: MarkKind = "train") -> Mark:
-        """A mark to put on the graphs of `step`. Keep it only while the step runs."""
+        """A mark to put on the graphs of `step`. Keep it only while the step runs.
+
+        When very many are alive already, a new one is not counted: a leak of a million steps must not slow each down.
+        """
         mark = Mark(step, kind)
-        self._refs.append(weakref.ref(mark))
+        if len(self._refs) < _MOST_COUNTED:
+            self._refs.append(weakref.ref(mark))
         return mark
 
     def alive_before(self, step: int) -> list[Mark]:

@@ -85,13 +85,15 @@ class Growth:
         self.count = 0
         self.rises = 0
 
-    def update(self, count: int) -> None:
-        """`count` graphs of earlier steps are alive at the end of this step."""
-        if count > self.count:
+    def update(self, count: int) -> bool:
+        """`count` graphs of earlier steps are alive at the end of this step. True when that is more than before."""
+        rose = count > self.count
+        if rose:
             self.rises += 1
         elif count < self.count:
             self.rises = 0
         self.count = count
+        return rose
 
     @property
     def suspicious(self) -> bool:

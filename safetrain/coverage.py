@@ -64,7 +64,7 @@ def read_coverage(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> Cove
     names: dict[int, str] = {}
     for name, param in model.named_parameters():
         names[id(param)] = name
-        if nn.parameter.is_lazy(param):
+        if _is_lazy(param):
             continue
         opts = owners.get(id(param))
         found.any_trained |= opts is not None
@@ -89,6 +89,10 @@ def held_by(optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, Tensor]]
                 yield f"{name}[{g}][{i}]", param
 
 
+def _is_lazy(param: Tensor) -> bool:
+    return nn.parameter.is_lazy(param)
+
+
 def _held(name: str, param: Tensor) -> Held:
     return Held(name, weakref.ref(param))
 
@@ -108,6 +112,10 @@ class ChangeDetector:
             for name, opt in optimizers.items()
         }
         self._model = self._model_now()
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether this is still the model: the driver of a foreign loop learns of further ones as they are called."""
+        return self._modules[0]() is model
 
     @property
     def interval(self) -> int:

@@ -109,6 +109,7 @@ class Session:
         self._reported = False
         self._terminal: Terminal | None = None
         self._progress: _Progress | None = None
+        self._refusal = ""
         self._trouble: list[str] = []
         self._undo: list[Callable[[], None]] = []
 
@@ -129,6 +130,16 @@ class Session:
         self._on_termination()
 
     def _attach(self) -> None:
+        """Runs inside the script's own `import torch`, which must not fail for us."""
+        try:
+            self._start_watching()
+        except ConfigError as error:
+            self._refusal = f"safetrain doctor: {error}"
+            raise SystemExit(2) from None
+        except Exception:
+            self._trouble.append(traceback.format_exc())
+
+    def _start_watching(self) -> None:
         from safetrain.terminal import Terminal
         from safetrain.watching import Watch
 
@@ -234,8 +245,12 @@ class Session:
     def _print(self) -> None:
         if self._progress is not None:
             self._progress.erase()
-        if self.watch is None:
-            if not self.options.quiet:
+        if self._refusal or self.watch is None:
+            if self._refusal:
+                print(self._refusal, file=self.stream)
+            elif self._trouble:
+                print(f"safetrain: could not start to watch; the script did not notice.\n{self._trouble[0]}", file=self.stream)
+            elif not self.options.quiet:
                 print("safetrain: the script never imported torch, so there was nothing to watch", file=self.stream)
             return
         findings, steps = self.watch.report.findings, self.watch.observer.state.step

@@ -34,7 +34,7 @@ def script(path: str, args: list[str]) -> Target:
     if Path(path).is_dir():
         path = os.path.join(path, "__main__.py")
     if not Path(path).is_file():
-        raise ConfigError(f"doctor: there is no script {path!r} in {os.getcwd()}")
+        raise ConfigError(f"there is no script {path!r} in {os.getcwd()}")
     absolute = os.path.abspath(path)
     with io.open_code(absolute) as file:
         code = compile(file.read(), absolute, "exec", dont_inherit=True)
@@ -54,7 +54,7 @@ def module(name: str, args: list[str]) -> Target:
         spec = _find(f"{name}.__main__")
     code = getattr(spec.loader, "get_code", lambda _: None)(spec.name) if spec is not None else None
     if spec is None or code is None:
-        raise ConfigError(f"doctor: no module named {name!r} can be run; give a module, or a package with a __main__.py")
+        raise ConfigError(f"no module named {name!r} can be run; give a module, or a package with a __main__.py")
     main = types.ModuleType("__main__")
     main.__file__ = spec.origin
     main.__loader__ = spec.loader

@@ -1,6 +1,6 @@
 """A record of one step's operations: what each read and wrote, on whose line, and where its inputs came from.
 
-A dispatch mode below autograd, so it changes no result; it costs 10–20 µs an operation, which is for one step or a
+A dispatch mode below autograd, so it changes no result. It costs about 50 µs an operation, which is for one step or a
 replay, never for a run. It keeps names, lines and numbers, and no tensor: storages and tensors are known by weak
 references, so nothing lives longer because it was recorded.
 """

@@ -187,7 +187,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, model: nn.Module | None = None, *, check_finite: bool = False, watchers: Iterable[Watcher] = ()
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.model = model
+        self._model = weakref.ref(model) if model is not None else None  # a record must not keep a deleted model
         self.ops: list[Op] = []
         self.first_node = _next_sequence_nr()
         """Nodes numbered from here on were made during the record."""
@@ -203,6 +203,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._module_names: dict[int, str] = {}
         if check_finite and model is not None:
             self._module_names = {id(m): name or type(m).__name__ for name, m in model.named_modules()}
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model whose modules are named, while it lives."""
+        return self._model() if self._model is not None else None
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -290,8 +295,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def module_at(self, frame: FrameType | None) -> str | None:
         """Name of the innermost module of the model whose forward is running above `frame`."""
-        if not self._module_names and self.model is not None:
-            self._module_names = {id(m): name or type(m).__name__ for name, m in self.model.named_modules()}
+        model = self.model
+        if not self._module_names and model is not None:
+            self._module_names = {id(m): name or type(m).__name__ for name, m in model.named_modules()}
         here = frame
         while here is not None:
             if here.f_code is _MODULE_CALL:

@@ -1,7 +1,7 @@
 """Guards over gradients: thin listeners that feed the judges of `rules.gradient` from any driver.
 
-They share one `Watch`: the coverage of parameters by optimizers, kept up to date, and the look (see `path_look`) that is
-taken for one step when something is suspect. No guard keeps a tensor alive or reads one as a number outside logging
+They share one `Watch`: the coverage of parameters by optimizers, kept up to date, and the look (see `path_look`) that
+is taken for one step when something is suspect. No guard keeps a tensor alive or reads one as a number outside logging
 steps and the sparse steps of `is_sample`.
 """
 
@@ -39,7 +39,7 @@ def is_sample(step: int) -> bool:
 
 
 class Watch(Callback):
-    """What the guards here share. First in the list: it starts looks before, and judges coverage as gradients arrive."""
+    """What the guards here share. First in the list: it starts looks, and judges coverage as gradients arrive."""
 
     def __init__(self, report: Report, *, may_look: bool = True) -> None:
         self.report = report
@@ -55,6 +55,7 @@ class Watch(Callback):
         """The look that ended with this step; readable in `on_step_end` of the guards that follow."""
         self._may_look = may_look
         self._foreign = False
+        self._compiled_before = 0
         self._wanted = False
         self._changes: ChangeDetector | None = None
         self._next_check = 0
@@ -86,6 +87,7 @@ class Watch(Callback):
             self.lines[event.data.get("optimizer", 0)] = event.source
 
     def on_fit_start(self, state: RunState) -> None:
+        self._compiled_before = _frames_compiled()
         self._rebuild(state, first=True)
 
     def on_step_start(self, state: RunState) -> None:
@@ -95,7 +97,7 @@ class Watch(Callback):
     def _start_look(self, state: RunState) -> None:
         if self._wanted and self.look is None:
             self._wanted = False
-            if not _anything_compiled():
+            if _frames_compiled() == self._compiled_before and not any(map(_is_compiled, state.model.modules())):
                 self.look = PathLook({n: p for n, p in state.model.named_parameters() if p.requires_grad})
                 self.look.start()
 
@@ -158,7 +160,9 @@ class Watch(Callback):
         self.version += 1
         self._changes = ChangeDetector(model, state.optimizers)
         self._next_check = state.step + self._changes.interval
-        now = {id(p): (weakref.ref(p), p.requires_grad) for p in model.parameters()}
+        now: dict[int, tuple[weakref.ref[Tensor], bool]] = {
+            id(p): (weakref.ref(p), p.requires_grad) for p in model.parameters()
+        }
         for key, (_, trainable) in now.items():
             before = self._known.get(key)
             if first or not self._known:
@@ -195,7 +199,9 @@ class Watch(Callback):
         evidence = rules.GradientEvidence(self.had, self._made_late, self._thawed_late)
         lines = {name: self.lines.get(id(opt)) for name, opt in state.optimizers.items()}
         for finding in rules.judge_coverage(self.coverage, evidence, state.model, lines):
-            finding.first_step = min((self._first_seen.get(id(h.tensor), step) for h in self.coverage.uncovered), default=step)
+            finding.first_step = min(
+                (self._first_seen.get(id(h.tensor), step) for h in self.coverage.uncovered), default=step
+            )
             if (finding.code, *finding.params) not in self._told:
                 self._told.add((finding.code, *finding.params))
                 self.report.add(finding, step=step)
@@ -273,8 +279,8 @@ class MissingGradientGuard(Callback):
     """P201 with its cause, L506, and G109: which parameters got no gradient, and where the path was cut.
 
     A cut that no schedule can undo is reported as soon as a look proved it. What may be a late start (a branch not
-    called yet, an unused result, a no_grad block, detach) waits `patience` steps (`soft_patience` when the cut was seen),
-    or for the end of a run of at least `min_steps`. `first_step` is the step since which it had no gradient.
+    called yet, an unused result, a no_grad block, detach) waits `patience` steps (`soft_patience` when the cut was
+    seen), or for the end of a run of at least `min_steps`. `first_step` is the step since which it had no gradient.
     """
 
     def __init__(
@@ -320,6 +326,7 @@ class MissingGradientGuard(Callback):
         step = state.step
         if step >= self._look_at:
             self._look_at = step + (5 if step < 8 else 12 if step < 20 else self._patience)
+            self._watch_arrivals()
             self._watch.request_look(state)
         due = [
             name
@@ -362,18 +369,18 @@ class MissingGradientGuard(Callback):
         if look.saw_a_loss:
             known = set(look.names)
             self._verdicts.update({name: look.why(name) for name in self._pending if name in known})
-            self._watch_arrivals()
         cuts = {id(v.cut) for v in self._verdicts.values() if v.cut is not None}
         self._explained.update(t.source for t in look.terms if id(t.cut) in cuts)  # constant because of P201: one fault
         terms = [t for t in look.terms if t.source not in self._explained]
         self._report.extend(rules.find_constant_terms(terms), step=max(1, state.step))
 
     def _watch_arrivals(self) -> None:
-        """Reached by the graph and without gradient: did backward give none, or was it cleared before the step?"""
-        for name, verdict in self._verdicts.items():
-            tensor = self._pending[name][0]() if name in self._pending else None
-            if verdict.kind == "backward_gave_none" and tensor is not None:
-                self._arrivals.append(tensor.register_hook(functools.partial(_note_arrival, self._arrived, name)))
+        """Does backward bring a parameter nothing in the next step, or is its gradient cleared before we see it?"""
+        for name, (ref, _, _) in self._pending.items():
+            tensor = ref()
+            if tensor is not None and tensor.requires_grad:
+                note = functools.partial(_note_arrival, self._arrived, name)
+                self._arrivals.append(tensor.register_hook(note))  # type: ignore[no-untyped-call]
 
     def _unhook(self) -> None:
         for handle in self._arrivals:
@@ -454,11 +461,15 @@ class NumbersGuard(Callback):
         with torch.no_grad():
             for entries in by_device.values():
                 norms = torch._foreach_norm([g for _, _, g in entries], float("inf"))
-                self._waiting.append((state.current_step, [h.name for h, _, _ in entries], torch.stack([n.float() for n in norms])))
+                self._waiting.append(
+                    (state.current_step, [h.name for h, _, _ in entries], torch.stack([n.float() for n in norms]))
+                )
                 every = -(-len(entries) // _MOST_COMPARED)
                 for held, tensor, _ in entries[self._turn % every :: every]:
                     rate = rates.get(id(tensor), 1.0)
-                    self._before.append((held, tensor.reshape(-1)[:256].clone(), rate if isinstance(rate, float) else 1.0))
+                    self._before.append(
+                        (held, tensor.reshape(-1)[:256].clone(), rate if isinstance(rate, float) else 1.0)
+                    )
 
     def on_step_end(self, state: RunState) -> None:
         if self._before:
@@ -514,7 +525,9 @@ class NumbersGuard(Callback):
             self._judge_scale(state)
         updates, self._updates = self._split(self._updates, state.step, keep)
         for step, facts, changed in updates:
-            self._judge_updates(state, step, facts, changed.tolist(), look or (self._history[-1] if self._history else {}))
+            self._judge_updates(
+                state, step, facts, changed.tolist(), look or (self._history[-1] if self._history else {})
+            )
         suspects = {n: s for n, s in self._zero.items() if len(s) >= 2 and n not in self._told}
         if suspects and {n: len(s) for n, s in suspects.items()} != {n: len(s) for n, s in self._ask_cause.items()}:
             self._ask_cause = {n: list(s) for n, s in suspects.items()}
@@ -539,19 +552,30 @@ class NumbersGuard(Callback):
     def _tell_zero(self, state: RunState) -> None:
         """Proved causes at once; without one, only after eight looks at zero over at least sixty steps."""
         suspects = {n: s for n, s in self._ask_cause.items() if n not in self._told}
-        ready = [n for n, s in suspects.items() if (c := self._causes.get(n)) is not None and (c.proved and len(s) >= 3 or len(s) >= 8)]
+        ready = [
+            n
+            for n, s in suspects.items()
+            if (c := self._causes.get(n)) is not None and ((c.proved and len(s) >= 3) or len(s) >= 8)
+        ]
         ready += [n for n, s in suspects.items() if n not in self._causes and len(s) >= 8 and s[-1] - s[0] >= 60]
         if not ready:
             return
         self._told.update(ready)
         weights = [h.name for h in self._watch.coverage.trained if (t := h.tensor) is not None and t.dim() >= 2]
         first = min(suspects[n][0] for n in ready)
-        for finding in rules.find_zero_grads(ready, self._causes, self._lines, steps=state.step - first + 1, weights=weights):
+        for finding in rules.find_zero_grads(
+            ready, self._causes, self._lines, steps=state.step - first + 1, weights=weights
+        ):
             finding.first_step = first
             self._report.add(finding, step=max(1, state.step))
 
     def _judge_updates(
-        self, state: RunState, step: int, facts: list[tuple[str, float, str]], changed: list[bool], grads: Mapping[str, float]
+        self,
+        state: RunState,
+        step: int,
+        facts: list[tuple[str, float, str]],
+        changed: list[bool],
+        grads: Mapping[str, float],
     ) -> None:
         self._peak_rate = max(self._peak_rate, *(rate for _, rate, _ in facts))
         for (name, rate, _), moved in zip(facts, changed, strict=True):
@@ -571,7 +595,9 @@ class NumbersGuard(Callback):
         dtype = next((d for name, _, d in facts if name == still[0]), "float32")
         self._told.update(still)
         first = min(self._still[n][0] for n in still)
-        for finding in rules.find_no_updates(still, steps=step - first + 1, rates=rates, dtype=dtype, all_groups=zero_rate):
+        for finding in rules.find_no_updates(
+            still, steps=step - first + 1, rates=rates, dtype=dtype, all_groups=zero_rate
+        ):
             finding.first_step = first
             self._report.add(finding, step=max(1, state.step))
 
@@ -618,9 +644,7 @@ class StaleGradientGuard(Callback):
                 self._hits[name] = self._hits.get(name, 0) + 1
                 if self._hits[name] == 2:
                     label = self._probes[name][0]
-                    self._report.add(
-                        rules.stale_finding(name, [label], self.source), step=max(1, state.current_step)
-                    )
+                    self._report.add(rules.stale_finding(name, [label], self.source), step=max(1, state.current_step))
 
     def on_step_end(self, state: RunState) -> None:
         if not _reads_after(state.step):
@@ -663,10 +687,14 @@ def _plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
-def _anything_compiled() -> bool:
-    """torch.compile has compiled something: a function mode would make it compile again."""
+def _frames_compiled() -> int:
+    """How often torch.compile has compiled: under a function mode it would have to compile again."""
     utils = sys.modules.get("torch._dynamo.utils")
-    return utils is not None and bool(utils.counters["frames"].get("total"))
+    return int(utils.counters["frames"].get("total", 0)) if utils is not None else 0
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
 
 
 def gradient_guards(report: Report, *, may_look: bool = True, patience: int = 100) -> list[Callback]:

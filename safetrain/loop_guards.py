@@ -1,8 +1,8 @@
 """Guards over the loop itself: thin listeners that feed the judges of `rules.loop` and `rules.precision`.
 
 Drivers of foreign loops hand their events to the judges themselves (`loop_judges`, `precision_judges`). The guards here
-watch facts that any loop can get wrong, the Trainer's too: how losses weigh, BatchNorm's statistics, modes, compilation,
-loss scaling, kept snapshots. Their `see` takes an event too, and returns nothing.
+watch facts that any loop can get wrong, the Trainer's too: how losses weigh, BatchNorm's statistics, modes,
+compilation, loss scaling, kept snapshots. Their `see` takes an event too, and returns nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Holders = Callable[[], Iterable[tuple[str, Any]]]
 
 
 class LossWeightGuard(Callback):
-    """L503 wherever micro-batches are weighed by their means over unequal counts, and the weights that `Windows` judges.
+    """L503 wherever micro-batches are weighed by their means over unequal counts, and the weights for `Windows`.
 
     How a loss weighs its elements is read from its graph in the first steps and in every 64th. In a foreign loop each
     weight goes with its "backward" event (`see`, before the judges get it); in the Trainer it is judged here.
@@ -157,8 +157,12 @@ class BatchNormGuard(Callback):
         before, self._before = self._before, {}
         values, self._values = self._values, {}
         live = dict(self._live())
-        moved = {n for n, v in before.items() if n in live and _tracks(live[n]) and live[n].num_batches_tracked._version != v}
-        proved = [n for n in moved & values.keys() if n not in self._told and not torch.equal(values[n], live[n].running_mean)]
+        moved = {
+            n for n, v in before.items() if n in live and _tracks(live[n]) and live[n].num_batches_tracked._version != v
+        }
+        proved = [
+            n for n in moved & values.keys() if n not in self._told and not torch.equal(values[n], live[n].running_mean)
+        ]
         self._suspects |= moved - self._told
         if proved and (not self._handles or self._lines):
             self._told.update(proved)
@@ -262,7 +266,9 @@ class ModeGuard(Callback):
         calls = find_method_calls("eval")
         kinds = sorted({type(m).__name__ for _, m in layers})
         self._report.add(
-            rules.mode_finding(type(state.model).__name__, calls[0] if calls else None, self._first, " and ".join(kinds)),
+            rules.mode_finding(
+                type(state.model).__name__, calls[0] if calls else None, self._first, " and ".join(kinds)
+            ),
             step=state.current_step,
         )
 
@@ -284,7 +290,9 @@ class ModeGuard(Callback):
     def on_eval_end(self, state: RunState) -> None:
         self._unhook()
         if self._modes and not self._any_events:
-            self._report.extend(rules.find_changed_modes(state.model, self._modes), step=max(1, state.step), phase="eval")
+            self._report.extend(
+                rules.find_changed_modes(state.model, self._modes), step=max(1, state.step), phase="eval"
+            )
         self._modes = {}
 
     def on_fit_end(self, state: RunState) -> None:

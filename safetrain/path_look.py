@@ -25,7 +25,9 @@ CutKind = Literal["reentrant", "no_grad", "rebuilt", "number", "detached", "grad
 _NUMBERS = frozenset({"item", "tolist", "numpy", "__float__", "__int__", "__index__", "__complex__", "__array__"})
 _DETACHES = frozenset({"detach", "detach_", "data"})
 _REBUILDS = frozenset({"tensor", "as_tensor", "new_tensor", "asarray", "from_numpy"})
-_SUMS = frozenset({"add", "add_", "sub", "sub_", "rsub", "__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "stack", "cat"})
+_SUMS = frozenset(
+    {"add", "add_", "sub", "sub_", "rsub", "__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "stack", "cat"}
+)
 _FLAT = frozenset({"round", "round_", "sign", "sgn", "floor", "ceil", "trunc", "fix", "__round__", "__floordiv__"})
 _PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _RANK: dict[CutKind, int] = {
@@ -113,7 +115,7 @@ class PathLook(TorchFunctionMode):
 
     def start(self) -> None:
         """Begin to watch."""
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
         self.active = True
 
     def forget(self) -> None:
@@ -123,7 +125,7 @@ class PathLook(TorchFunctionMode):
     def stop(self) -> bool:
         """End. False when the user is inside a mode of their own just now; call again later."""
         if self.active:
-            if _get_current_function_mode() is not self:
+            if _get_current_function_mode() is not self:  # type: ignore[no-untyped-call]
                 return False
             self.__exit__(None, None, None)
             self.active = False
@@ -153,7 +155,9 @@ class PathLook(TorchFunctionMode):
             return WhyNoGradient("backward_gave_none")
         cuts = [c for c in s.cuts.values() if c.mask & bit and not c.revoked]
         if cuts:
-            best = min(cuts, key=lambda c: (not c.loss_uses_it and c.kind not in ("number", "reentrant"), _RANK[c.kind]))
+            best = min(
+                cuts, key=lambda c: (not c.loss_uses_it and c.kind not in ("number", "reentrant"), _RANK[c.kind])
+            )
             if best.loss_uses_it or best.kind not in ("branch", "no_derivative"):
                 return WhyNoGradient("cut", best)
         if s.used & bit:
@@ -196,7 +200,9 @@ class PathLook(TorchFunctionMode):
 
     def _follow(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         s = self._s
-        mask, cuts, terms, found = 0, frozenset[Cut](), (), False
+        mask, found = 0, False
+        cuts: frozenset[Cut] = frozenset()
+        terms: tuple[Term, ...] = ()
         dead_scalars: list[Cut] = []
         for tensor in _tensors(args, kwargs):
             trace = self._trace(tensor)
@@ -217,12 +223,18 @@ class PathLook(TorchFunctionMode):
             return
         s.used |= mask
         outputs = list(_tensors((result,), {}))
-        if (name[-1] == "_" and name[-2:] != "__") or name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"):
+        if (name[-1] == "_" and name[-2:] != "__") or name in (
+            "__setitem__",
+            "__iadd__",
+            "__isub__",
+            "__imul__",
+            "__itruediv__",
+        ):
             outputs = [args[0]] if args and isinstance(args[0], Tensor) else outputs
         alive = [t for t in outputs if self._alive(t)]
         if alive:
             self._keep_alive(name, alive, mask, cuts, terms, dead_scalars)
-        if mask and (not alive or len(alive) < len(outputs) and name in _SUMS):
+        if mask and (not alive or (len(alive) < len(outputs) and name in _SUMS)):
             cut = self._cut(name, mask)
             cuts |= {cut}
             self._remember_numbers(cut, result)
@@ -295,7 +307,7 @@ class PathLook(TorchFunctionMode):
     # ------------------------------------------------------------------ what is known of a tensor
 
     def _alive(self, tensor: Tensor) -> bool:
-        return tensor.grad_fn is not None or id(tensor) in self._bits and tensor.requires_grad
+        return tensor.grad_fn is not None or (id(tensor) in self._bits and tensor.requires_grad)
 
     def _trace(self, tensor: Tensor) -> _Trace | None:
         bit = self._bits.get(id(tensor))
@@ -331,8 +343,36 @@ def _name_of(func: Any) -> str | None:
 
 
 _QUERIES = frozenset(
-    "size dim numel element_size stride is_floating_point is_complex is_contiguous data_ptr storage_offset __len__ __hash__ __repr__ __str__ __format__ "
-    "requires_grad_ retain_grad register_hook untyped_storage get_device type backward __deepcopy__ __reduce_ex__ __dir__ is_inference nelement ndimension".split()
+    [
+        "size",
+        "dim",
+        "numel",
+        "element_size",
+        "stride",
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+        "data_ptr",
+        "storage_offset",
+        "__len__",
+        "__hash__",
+        "__repr__",
+        "__str__",
+        "__format__",
+        "requires_grad_",
+        "retain_grad",
+        "register_hook",
+        "untyped_storage",
+        "get_device",
+        "type",
+        "backward",
+        "__deepcopy__",
+        "__reduce_ex__",
+        "__dir__",
+        "is_inference",
+        "nelement",
+        "ndimension",
+    ]
 )
 
 

@@ -1,4 +1,4 @@
-"""Finds the user's statement that did it, where a running program leaves no trace of its line. Only ever on suspicion."""
+"""Finds the user's statement that did it, where a running program leaves no trace of its line. For reports only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_FILES = 200
 
 
 def user_files(near: nn.Module | None = None) -> list[str]:
-    """Files of the loaded modules that are the user's own, the main script first; with `near`, the model's file only."""
+    """Files of the user's own loaded modules, the main script first; with `near`, that and the model's file only."""
     names = ["__main__", *((kind.__module__ for kind in type(near).__mro__) if near is not None else sys.modules)]
     files: dict[str, None] = {}
     for name in names:
@@ -26,7 +26,9 @@ def user_files(near: nn.Module | None = None) -> list[str]:
     return list(files)[:_MAX_FILES]
 
 
-def find_attribute_assignment(attribute: str, owner: str = "", *, files: Iterable[str] | None = None) -> SourceLine | None:
+def find_attribute_assignment(
+    attribute: str, owner: str = "", *, files: Iterable[str] | None = None
+) -> SourceLine | None:
     """The first `….owner.attribute = …` of the user's files; with an empty `owner`, any `….attribute = …`."""
     for filename in files if files is not None else user_files():
         for statement in attribute_stores(filename, attribute):
@@ -53,7 +55,11 @@ def find_freeze_of_state_dict(*, files: Iterable[str] | None = None) -> SourceLi
             if not isinstance(node, ast.For) or not _reads_state_dict(node.iter):
                 continue
             for inner in ast.walk(node):
-                if isinstance(inner, ast.Attribute) and inner.attr == "requires_grad" and isinstance(inner.ctx, ast.Store):
+                if (
+                    isinstance(inner, ast.Attribute)
+                    and inner.attr == "requires_grad"
+                    and isinstance(inner.ctx, ast.Store)
+                ):
                     return SourceLine(filename, inner.lineno, line_text(filename, inner.lineno))
     return None
 

@@ -41,7 +41,9 @@ class Mlp(nn.Module):
 class Conv(Mlp):
     def __init__(self) -> None:
         nn.Module.__init__(self)
-        self.body = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.GELU(), nn.Flatten(), nn.Linear(64, 16))
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.GELU(), nn.Flatten(), nn.Linear(64, 16)
+        )
         self.head = nn.Linear(16, CLASSES)
 
     @staticmethod

@@ -171,8 +171,6 @@ def test_frozen_parameters_targets_and_moving_averages_are_no_finding() -> None:
 
 
 def test_a_reentrant_checkpoint_without_gradient_inputs_is_L506() -> None:
-    model = make("mlp")
-
     def loss_fn(m: Mlp, x: Tensor, y: Tensor, reentrant: bool) -> Tensor:
         h = checkpoint(m.body, x, use_reentrant=reentrant)
         return F.cross_entropy(m.head(h), y)
@@ -212,7 +210,9 @@ def test_a_hand_written_function_is_followed_and_its_missing_gradient_told() -> 
         model = make("mlp")
         model.gain = nn.Parameter(torch.ones(16))
         with watched() as report:
-            train(model, steps=10, loss_fn=lambda m, x, y: F.cross_entropy(m.head(Scale.apply(m.features(x), m.gain)), y))
+            train(
+                model, steps=10, loss_fn=lambda m, x, y: F.cross_entropy(m.head(Scale.apply(m.features(x), m.gain)), y)
+            )
         if right:
             assert loud(report) == []
         else:
@@ -295,7 +295,9 @@ def test_unfreezing_needs_the_optimizer_to_know() -> None:
         model.body.requires_grad_(False)
         optimizer = sgd([p for p in model.parameters() if p.requires_grad])
 
-        def thaw(step: int, model: Mlp = model, optimizer: torch.optim.Optimizer = optimizer, told: bool = told) -> None:
+        def thaw(
+            step: int, model: Mlp = model, optimizer: torch.optim.Optimizer = optimizer, told: bool = told
+        ) -> None:
             if step == 4:
                 model.body.requires_grad_(True)
                 if told:

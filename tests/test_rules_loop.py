@@ -1,4 +1,4 @@
-"""The loop's own order and bookkeeping: each fault planted in a hand-written loop, next to loops that only look like it."""
+"""The loop's own order and bookkeeping: each fault planted in a hand-written loop, next to its look-alikes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_windows_of_micro_batches(kind: str, how: str, code: str | None) -> None
 def tokens(n: int) -> tuple[Tensor, Tensor]:
     x = torch.randn(n, 6)
     y = torch.randint(0, 3, (n,))
-    y[torch.randint(1, n, ()):] = -100
+    y[torch.randint(1, n, ()) :] = -100
     return x, y
 
 
@@ -161,7 +161,9 @@ def test_the_trainer_weighs_by_samples_and_says_when_tokens_need_a_StepOutput() 
         def training_step(self, batch: tuple[Tensor, Tensor]) -> Any:
             x, y = batch
             if self.exact:
-                return StepOutput(F.cross_entropy(self.model(x), y, ignore_index=-100, reduction="sum"), int((y != -100).sum()))
+                return StepOutput(
+                    F.cross_entropy(self.model(x), y, ignore_index=-100, reduction="sum"), int((y != -100).sum())
+                )
             return F.cross_entropy(self.model(x), y, ignore_index=-100)
 
     for exact in (False, True):
@@ -341,9 +343,7 @@ def test_modes_in_the_trainer(fault: str, code: str | None) -> None:
 # ---------------------------------------------------------------------- L502, L511, L513
 
 
-@pytest.mark.parametrize(
-    ("size", "every", "wrong"), [(4, 8, True), (32, 4, False), (8, 1, False), (1, 1, True)]
-)
+@pytest.mark.parametrize(("size", "every", "wrong"), [(4, 8, True), (32, 4, False), (8, 1, False), (1, 1, True)])
 def test_batch_norm_and_small_micro_batches(size: int, every: int, wrong: bool) -> None:
     model = make("conv")
     with watched() as report:

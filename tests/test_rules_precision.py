@@ -222,9 +222,13 @@ def test_clipping_nothing_and_other_parameters() -> None:
 
 
 def test_clipping_per_micro_batch() -> None:
-    report = clip_loop(lambda m, at: nn.utils.clip_grad_norm_(m.parameters(), 1.0) if at == "micro" else None, accumulate=3)
+    report = clip_loop(
+        lambda m, at: nn.utils.clip_grad_norm_(m.parameters(), 1.0) if at == "micro" else None, accumulate=3
+    )
     assert only(report, "A307").first_step == 1
-    report = clip_loop(lambda m, at: nn.utils.clip_grad_norm_(m.parameters(), 1.0) if at == "after" else None, accumulate=3)
+    report = clip_loop(
+        lambda m, at: nn.utils.clip_grad_norm_(m.parameters(), 1.0) if at == "after" else None, accumulate=3
+    )
     assert loud(report) == []
 
 
@@ -281,7 +285,9 @@ class Plain(Trainer):
         return F.cross_entropy(self.model(x).float(), y)
 
 
-@pytest.mark.parametrize("options", [{"precision": "fp16"}, {"precision": "fp16", "accumulate": 2}, {"precision": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"precision": "fp16"}, {"precision": "fp16", "accumulate": 2}, {"precision": "bf16"}], ids=str
+)
 def test_the_trainer_makes_none_of_these_faults(options: dict[str, object]) -> None:
     model = make("mlp")
     report = Report()

@@ -1,4 +1,4 @@
-"""Family A: loss scaling, clipping and schedules in the wrong order or of no effect. Judged from what a loop was seen to do."""
+"""Family A: loss scaling, clipping and schedules in the wrong order or of no effect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ CLIP_BEFORE_UNSCALE = rule("A301", "clip-before-unscale", "warning", "clipped wh
 DOUBLE_UNSCALE = rule("A302", "double-unscale", "warning", "unscale_() was misused")
 SCALER_WITHOUT_FP16 = rule("A303", "scaler-without-fp16", "warning", "loss scaling with bf16 or fp32")
 SCALE_COLLAPSE = rule("A304", "scale-collapse", "warning", "the scaler keeps skipping and shrinking")
-SCHEDULE_ON_SKIP = rule("A305", "schedule-on-skip", "warning", "the scheduler moved on a skipped step, or before the optimizer")
+SCHEDULE_ON_SKIP = rule(
+    "A305", "schedule-on-skip", "warning", "the scheduler moved on a skipped step, or before the optimizer"
+)
 CLIP_WITHOUT_EFFECT = rule("A306", "clip-without-effect", "warning", "clipping saw no gradients")
 CLIP_PER_MICRO_BATCH = rule("A307", "clip-per-micro-batch", "warning", "clipping inside the accumulation window")
 
@@ -54,7 +56,8 @@ class ClipBeforeUnscale:
             self._scaled = False
             if clip is not None:
                 yield CLIP_BEFORE_UNSCALE.finding(
-                    f"{clip.data.get('function', 'clip_grad_norm_')} runs on gradients that still carry the loss scale: they are "
+                    f"{clip.data.get('function', 'clip_grad_norm_')} runs on gradients that still carry the loss "
+                    "scale: they are "
                     "thousands of times too large, so clipping shrinks every one of them and training hardly moves. "
                     "Call scaler.unscale_(optimizer) first.",
                     first_step=clip.step,
@@ -92,7 +95,8 @@ class UnscaleMisuse:
             first = self._unscaled.get(key)
             if late is not None and first is not None:
                 yield DOUBLE_UNSCALE.finding(
-                    "a backward of a scaled loss ran after unscale_(): its gradients, still scaled, were added to unscaled ones, "
+                    "a backward of a scaled loss ran after unscale_(): its gradients, still scaled, were added to "
+                    "unscaled ones, "
                     "and the step uses both as they are.",
                     first_step=event.step,
                     source=_text(first.source),
@@ -108,14 +112,15 @@ class UnscaleMisuse:
 
 def _double_unscale(first: LoopEvent, second: LoopEvent) -> Finding:
     return DOUBLE_UNSCALE.finding(
-        f"unscale_() was called twice for one optimizer with no scaler.update() in between: first {_at(first.source)}, again "
+        "unscale_() was called twice for one optimizer with no scaler.update() in between: first "
+        f"{_at(first.source)}, again "
         f"{_at(second.source)}. torch refuses the second call.",
         severity="error",
         first_step=second.step,
         source=_text(second.source),
         op="unscale_",
         cause="a second unscale_() before update()",
-        fix="call scaler.unscale_(optimizer) once per step, after the last backward, and scaler.update() after scaler.step()",
+        fix="once per step: scaler.unscale_(optimizer), clip, scaler.step(optimizer), scaler.update()",
     )
 
 
@@ -156,10 +161,14 @@ class ScheduleOrder:
             self._moved_on_skip.setdefault(opt, []).append(event)
         elif steps == 0 or (self._ahead.get(opt) and self._last.get(opt) == "optimizer_step"):
             ahead = self._ahead.setdefault(opt, [])
-            if not ahead or _place(ahead[0]) == _place(event):  # a single move before the loop skips a warm-up's rate of 0
+            if not ahead or _place(ahead[0]) == _place(
+                event
+            ):  # a single move before the loop skips a warm-up's rate of 0
                 ahead.append(event)
         if steps == 0 and self._last.get(opt) == "scheduler_step":
-            self._ahead[opt] = []  # several moves before the first step: a schedule wound forward to where a run stopped
+            self._ahead[
+                opt
+            ] = []  # several moves before the first step: a schedule wound forward to where a run stopped
         self._last[opt] = "scheduler_step"
         on_skip, ahead = self._moved_on_skip.get(opt, []), self._ahead.get(opt, [])
         if len(on_skip) >= 1 and self._moves[opt] >= steps and steps >= 2 and (opt, "skip") not in self._told:
@@ -174,16 +183,18 @@ def _schedule_finding(first: LoopEvent, last: LoopEvent, *, skipped: bool) -> Fi
     name = first.data.get("scheduler", "the scheduler")
     if skipped:
         return SCHEDULE_ON_SKIP.finding(
-            f"{name}.step() ran although the scaler had skipped the optimizer's step: the schedule (lr_scheduler) runs ahead of "
+            f"{name}.step() ran although the scaler had skipped the optimizer's step: the schedule (lr_scheduler) "
+            "runs ahead of "
             "the training, and a warm-up ends too early.",
             first_step=first.step,
             source=_text(last.source),
             op=f"{name}.step",
             cause="scheduler.step() on a skipped step",
-            fix="scale = scaler.get_scale(); scaler.step(optimizer); scaler.update(); if scaler.get_scale() >= scale: scheduler.step()",
+            fix="old = scaler.get_scale(); ...; scaler.update(); if scaler.get_scale() >= old: scheduler.step()",
         )
     return SCHEDULE_ON_SKIP.finding(
-        f"{name}.step() runs before optimizer.step(): the first learning rate of the schedule (lr_scheduler) is never used.",
+        f"{name}.step() runs before optimizer.step(): the first learning rate of the schedule (lr_scheduler) is "
+        "never used.",
         first_step=first.step,
         source=_text(last.source),
         op=f"{name}.step",
@@ -193,7 +204,7 @@ def _schedule_finding(first: LoopEvent, last: LoopEvent, *, skipped: bool) -> Fi
 
 
 class ClipEffect:
-    """A306: a clip that found no gradient, came before the backward or after the step, or was given other parameters."""
+    """A306: a clip that found no gradient, came before backward or after the step, or was given other parameters."""
 
     def __init__(self) -> None:
         self._fresh = False  # a backward came since the last zero_grad or step
@@ -241,12 +252,22 @@ class ClipEffect:
 
 _CLIP_CAUSES = {
     "exhausted": (
-        "it was given no parameters at all: an iterator (a filter or generator) that the optimizer or an earlier call had used up",
+        "it was given no parameters at all: an iterator (a filter or generator) that the optimizer or an earlier "
+        "call had used up",
         "make it a list: params = [p for p in model.parameters() if p.requires_grad]",
     ),
-    "before": ("it runs before backward, when there are no gradients yet", "clip between backward and optimizer.step()"),
-    "after": ("it runs after the step, on gradients that were used already", "clip between backward and optimizer.step()"),
-    "other": ("none of the parameters that it was given has a gradient", "clip the parameters that the optimizer steps"),
+    "before": (
+        "it runs before backward, when there are no gradients yet",
+        "clip between backward and optimizer.step()",
+    ),
+    "after": (
+        "it runs after the step, on gradients that were used already",
+        "clip between backward and optimizer.step()",
+    ),
+    "other": (
+        "none of the parameters that it was given has a gradient",
+        "clip the parameters that the optimizer steps",
+    ),
 }
 
 
@@ -254,7 +275,8 @@ def _clip_finding(clip: LoopEvent, why: str) -> Finding:
     function = clip.data.get("function", "clip_grad_norm_")
     cause, fix = _CLIP_CAUSES[why]
     return CLIP_WITHOUT_EFFECT.finding(
-        f"{function} clips nothing: {cause}. The norm that it returns says nothing about the gradients that are stepped.",
+        f"{function} clips nothing: {cause}. The norm that it returns says nothing about the gradients that are "
+        "stepped.",
         first_step=max(1, clip.step - 1),
         source=_text(clip.source),
         op=function,
@@ -264,7 +286,7 @@ def _clip_finding(clip: LoopEvent, why: str) -> Finding:
 
 
 class ClipPerMicroBatch:
-    """A307: the same parameters are clipped more than once in a window, with a backward in between and nothing cleared."""
+    """A307: the same parameters are clipped more than once in a window, with a backward in between."""
 
     def __init__(self) -> None:
         self._window: list[LoopEvent] = []
@@ -297,8 +319,10 @@ class ClipPerMicroBatch:
             self._told.add(place)
             function = last[1].data.get("function", "clip_grad_norm_")
             yield CLIP_PER_MICRO_BATCH.finding(
-                f"{function} runs {len(clips)} times in one accumulation window: gradients that were already clipped are added to "
-                "and clipped again, so early micro-batches count less than late ones. Clip once, before optimizer.step().",
+                f"{function} runs {len(clips)} times in one accumulation window: gradients that were already clipped "
+                "are added to "
+                "and clipped again, so early micro-batches count less than late ones. Clip once, before "
+                "optimizer.step().",
                 first_step=max(1, last[1].step - 1),
                 source=_text(last[1].source),
                 op=function,
@@ -313,7 +337,8 @@ class ClipPerMicroBatch:
 def find_scaler_without_fp16(loss: Tensor, *, source: SourceLine | None = None, limit: int = 20_000) -> list[Finding]:
     """A303 for a scaled loss in whose graph no operation ran in float16: scaling then only adds skipped steps.
 
-    Walks the graph (about a microsecond a node, no host sync). Silent for compiled graphs, which do not show their inside.
+    Walks the graph (about a microsecond a node, no host sync). Silent for compiled graphs, which do not show their
+    inside.
     """
     dtypes = graph_dtypes(loss, limit)
     if dtypes is None or "float16" in dtypes or not dtypes:
@@ -321,7 +346,8 @@ def find_scaler_without_fp16(loss: Tensor, *, source: SourceLine | None = None, 
     kind = "bfloat16" if "bfloat16" in dtypes else "float32"
     return [
         SCALER_WITHOUT_FP16.finding(
-            f"a GradScaler scales the loss of a {kind} model: {kind} has the exponent range of float32, so scaling gains nothing; "
+            f"a GradScaler scales the loss of a {kind} model: {kind} has the exponent range of float32, so scaling "
+            "gains nothing; "
             "the scale grows without limit and late steps are skipped when it overflows.",
             source=_text(source),
             op="scaler.scale",
@@ -380,7 +406,8 @@ class SkipRecord:
         shown = f", and the scale is down to {scale:g}" if scale is not None else ""
         return [
             SCALE_COLLAPSE.finding(
-                f"the loss scale collapses: {skipped} of the last {len(self._last)} steps were skipped for Inf or NaN gradients{shown}. "
+                f"the loss scale collapses: {skipped} of the last {len(self._last)} steps were skipped for Inf or "
+                f"NaN gradients{shown}. "
                 "Scaling is not the cause: the loss or its gradients are not finite by themselves.",
                 first_step=max(1, step - self._row + 1),
                 op="scaler.step",

@@ -1,0 +1,121 @@
+"""Family L: the loop's own order and bookkeeping, judged from what a loop was seen to do.
+
+The judges are plain functions and small readers of events; `safetrain.loop_guards` and the drivers of foreign loops
+feed them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from safetrain.events import LoopEvent
+from safetrain.findings import Finding
+from safetrain.rules.loop.catalogue import (
+    ACCUMULATION_SCALE,
+    ALIASED_SNAPSHOT,
+    BATCHNORM_BATCH,
+    CHECKPOINT_INPUT,
+    CONTEXT_LEAK,
+    FROZEN_BUT_MOVING,
+    MODE_NOT_RESTORED,
+    RECOMPILES,
+    RECOMPUTE_BUFFERS,
+    RESUME_INCOMPLETE,
+    SAME_ORDER,
+    SHORT_WINDOW,
+    TRAIN_IN_EVAL,
+)
+from safetrain.rules.loop.compiled import (
+    CompileCounts,
+    find_compile_trouble,
+    read_compile_counts,
+)
+from safetrain.rules.loop.modes import (
+    ModeLeft,
+    TrainModeInEval,
+    find_changed_modes,
+    find_train_mode_in_eval,
+    mode_dependent,
+    mode_finding,
+)
+from safetrain.rules.loop.norms import (
+    BufferMarks,
+    find_batchnorm_batch,
+    find_frozen_but_moving,
+    mark_buffers,
+    recompute_finding,
+    reentrant_finding,
+)
+from safetrain.rules.loop.order import (
+    SameOrder,
+)
+from safetrain.rules.loop.resume import (
+    ResumeGaps,
+    aliased_finding,
+    find_aliased_snapshots,
+)
+from safetrain.rules.loop.weights import (
+    LossWeight,
+    loss_weight,
+)
+from safetrain.rules.loop.windows import (
+    ClearedTooEarly,
+    EvalBackward,
+    Windows,
+    uneven_finding,
+)
+
+__all__ = [
+    "ACCUMULATION_SCALE",
+    "ALIASED_SNAPSHOT",
+    "BATCHNORM_BATCH",
+    "CHECKPOINT_INPUT",
+    "CONTEXT_LEAK",
+    "FROZEN_BUT_MOVING",
+    "MODE_NOT_RESTORED",
+    "RECOMPILES",
+    "RECOMPUTE_BUFFERS",
+    "RESUME_INCOMPLETE",
+    "SAME_ORDER",
+    "SHORT_WINDOW",
+    "TRAIN_IN_EVAL",
+    "BufferMarks",
+    "ClearedTooEarly",
+    "CompileCounts",
+    "EvalBackward",
+    "LossWeight",
+    "ModeLeft",
+    "ResumeGaps",
+    "SameOrder",
+    "TrainModeInEval",
+    "Windows",
+    "aliased_finding",
+    "find_aliased_snapshots",
+    "find_batchnorm_batch",
+    "find_changed_modes",
+    "find_compile_trouble",
+    "find_frozen_but_moving",
+    "find_loop_faults",
+    "find_train_mode_in_eval",
+    "loop_judges",
+    "loss_weight",
+    "mark_buffers",
+    "mode_dependent",
+    "mode_finding",
+    "read_compile_counts",
+    "recompute_finding",
+    "reentrant_finding",
+    "uneven_finding",
+]
+
+
+def find_loop_faults(events: Iterable[LoopEvent]) -> list[Finding]:
+    """L501, L503, L504, L509, L510, L512, P209 and P213 in a record of a loop, one finding a fault."""
+    judges = loop_judges()
+    return [finding for event in events for judge in judges for finding in judge.see(event)]
+
+
+def loop_judges() -> list[Any]:
+    """Fresh judges of a foreign loop: feed each event in order to `see(event)`, which yields findings."""
+    return [ModeLeft(), Windows(), EvalBackward(), ClearedTooEarly(), SameOrder(), ResumeGaps(), TrainModeInEval()]

@@ -1,0 +1,153 @@
+"""L510 and L514: state that a resumed run or a kept snapshot misses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from safetrain.events import LoopEvent
+from safetrain.findings import Finding, SourceLine
+from safetrain.rules.loop.catalogue import (
+    ALIASED_SNAPSHOT,
+    RESUME_INCOMPLETE,
+    text_of,
+)
+
+
+class ResumeGaps:
+    """L510: after a checkpoint's model and optimizer were loaded, other state of the run starts afresh."""
+
+    def __init__(self) -> None:
+        self._saved: LoopEvent | None = None
+        self._loaded: LoopEvent | None = None
+        self._restored: set[str] = set()
+        self._present: dict[str, LoopEvent] = {}
+        self._positions: dict[str, Any] = {}
+        self._steps = 0
+        self._told: set[str] = set()
+
+    def see(self, event: LoopEvent) -> Iterator[Finding]:
+        """Take the next event."""
+        kind, data = event.kind, event.data
+        if kind == "checkpoint_saved":
+            self._saved = event
+        elif kind == "checkpoint_loaded":
+            self._loaded, self._steps = event, 0
+            self._restored, self._present, self._positions = set(), {}, {}
+        elif self._loaded is None:
+            return
+        elif kind == "state_loaded":
+            self._restored.add(data.get("target", ""))
+        elif kind == "rng_restored":
+            self._restored.add("rng")
+        elif kind == "scheduler_step":
+            if "scheduler" not in self._present:
+                self._positions["scheduler"] = data.get("position")
+            self._present.setdefault("scheduler", event)
+        elif kind == "scaler_step":
+            self._present.setdefault("scaler", event)
+        elif kind == "optimizer_step":
+            self._steps += 1
+        if self._steps and self._loaded is not None:
+            yield from self._judge()
+
+    def _judge(self) -> Iterator[Finding]:
+        if "model" not in self._restored or not self._restored & {"optimizer", "scheduler", "scaler", "rng"}:
+            return  # weights to start from, not a run to go on with
+        assert self._loaded is not None
+        parts = set(self._loaded.data.get("parts") or ())
+        for part, event in self._present.items():
+            if part in self._restored or part in self._told or (part == "scheduler" and self._positions.get(part)):
+                continue
+            self._told.add(part)
+            yield resume_finding(
+                part, self._loaded, self._saved, name=event.data.get("scheduler"), in_file=part in parts
+            )
+        if "optimizer" not in self._restored and "optimizer" not in self._told:
+            self._told.add("optimizer")
+            yield resume_finding("optimizer", self._loaded, self._saved, in_file="optimizer" in parts)
+        if "rng" in parts and "rng" not in self._restored and "rng" not in self._told:
+            self._told.add("rng")
+            yield resume_finding("rng", self._loaded, self._saved, in_file=True)
+
+
+_RESUME = {
+    "scheduler": "the schedule ({name}, last_epoch 0) starts again from its first learning rate",
+    "scaler": "the GradScaler starts again from its first scale, which costs a run of skipped steps",
+    "optimizer": "the optimizer starts without its momentum and step counts",
+    "rng": "the random number generators (rng) go on from wherever they are: dropout, noise and shuffling differ from "
+    "an uninterrupted run",
+}
+
+
+def resume_finding(
+    part: str, loaded: LoopEvent, saved: LoopEvent | None, *, name: str | None = None, in_file: bool
+) -> Finding:
+    """L510 for one part of a run's state."""
+    harm = _RESUME[part].format(name=name or "lr_scheduler")
+    fix = "torch.set_rng_state(ckpt['rng'])" if part == "rng" else f"{part}.load_state_dict(ckpt['{part}'])"
+    where = "it is in the checkpoint but was not loaded" if in_file else "the checkpoint does not hold it"
+    missing_in_save = not in_file and saved is not None and saved.source is not None
+    source = saved.source if missing_in_save and saved is not None else loaded.source
+    return RESUME_INCOMPLETE.finding(
+        f"the resumed run misses its {part}: {where}. So {harm}.",
+        source=text_of(source),
+        op="torch.save" if missing_in_save else "torch.load",
+        cause=f"{part} state not restored: {where}",
+        fix=fix if in_file else f"save its state_dict() too, and {fix}",
+    )
+
+
+def find_aliased_snapshots(model: nn.Module, holders: Iterable[tuple[str, Any]]) -> dict[str, int]:
+    """Kept dicts of tensors that share memory with the model's own, as path → id, looking two levels into `holders`.
+
+    A dict that is found again after the model has trained is a fault (see `aliased_finding`): what was kept as the best
+    weights are the current ones. No host sync.
+    """
+    live = {
+        t.untyped_storage().data_ptr()
+        for t in (*model.parameters(), *model.buffers())
+        if t.device.type != "meta" and t.numel()
+    }
+    found: dict[str, int] = {}
+    for path, holder in holders:
+        _search_aliases(path, holder, live, found, 2)
+    return found
+
+
+def _search_aliases(path: str, value: Any, live: set[int], found: dict[str, int], depth: int) -> None:
+    if issubclass(type(value), dict):
+        tensors = [t for t in list(value.values())[:8] if type(t) is Tensor]
+        if tensors and all(_shares(t, live) for t in tensors):
+            found[path] = id(value)
+        elif depth and len(value) <= 64:
+            for key, item in list(value.items()):
+                _search_aliases(f"{path}[{key!r}]", item, live, found, depth - 1)
+    elif depth and type(value) in (list, tuple):
+        for i, item in enumerate(value[:16]):
+            _search_aliases(f"{path}[{i}]", item, live, found, depth - 1)
+    elif depth and hasattr(value, "__dict__") and not issubclass(type(value), (nn.Module, type)):
+        for key, item in list(vars(value).items())[:64]:
+            _search_aliases(f"{path}.{key}", item, live, found, depth - 1)
+
+
+def _shares(tensor: Tensor, live: set[int]) -> bool:
+    try:
+        return not tensor.requires_grad and tensor.untyped_storage().data_ptr() in live
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def aliased_finding(path: str, source: SourceLine | None = None) -> Finding:
+    """L514 for a kept snapshot at `path`."""
+    return ALIASED_SNAPSHOT.finding(
+        f"`{path}` was kept as a snapshot of the model, but its tensors are the live ones: state_dict() does not "
+        "copy, so it "
+        "changes with every step and restores nothing.",
+        source=text_of(source),
+        holder=path,
+        cause="state_dict() kept without a copy",
+        fix="best = copy.deepcopy(model.state_dict())",
+    )

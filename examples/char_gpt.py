@@ -3,8 +3,8 @@
     python -m safetrain run examples/configs/char_gpt.yaml
     python examples/char_gpt.py
 
-Files end where they end, so the last piece of each is shorter. The step therefore returns a `StepOutput`: the sum of the
-loss and how many characters it is over. However a window is split, every character counts the same.
+Files end where they end, so the last piece of each is shorter. The step therefore returns a `StepOutput`: the sum of
+the loss and how many characters it is over. However a window is split, every character counts the same.
 """
 
 from __future__ import annotations

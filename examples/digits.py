@@ -1,7 +1,7 @@
 """Handwritten digits: a whole training in one class. Reaches 98 % and more in a few seconds on a CPU.
 
-    python -m safetrain run examples/configs/digits.yaml        # with logs, checkpoints and TensorBoard
-    python examples/digits.py                                   # the same as a script of your own
+python -m safetrain run examples/configs/digits.yaml        # with logs, checkpoints and TensorBoard
+python examples/digits.py                                   # the same as a script of your own
 """
 
 from __future__ import annotations

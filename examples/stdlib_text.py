@@ -17,7 +17,7 @@ _CODES = {character: code for code, character in enumerate(ALPHABET)}
 
 @cache
 def load_files(limit_chars: int = 4_000_000) -> tuple[list[Tensor], list[Tensor]]:
-    """(training files, validation files), each file a tensor [characters] of codes, int64. Every 20th file validates."""
+    """(training files, validation files): each file a tensor [characters] of codes, int64; every 20th validates."""
     files, total = [], 0
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -41,7 +41,9 @@ def ngram_loss(train: list[Tensor], val: list[Tensor], order: int) -> float:
         grams, counts = seen.unique(return_counts=True)
         contexts, where = (grams // size).unique(return_inverse=True)
         context_counts = torch.zeros(len(contexts), dtype=torch.float64).index_add_(0, where, counts.double())
-        followers = torch.zeros(len(contexts), dtype=torch.float64).index_add_(0, where, torch.ones(len(grams)).double())
+        followers = torch.zeros(len(contexts), dtype=torch.float64).index_add_(
+            0, where, torch.ones(len(grams)).double()
+        )
         count = _look_up(grams, counts.double(), asked)
         context_count = _look_up(contexts, context_counts, asked // size)
         kinds = _look_up(contexts, followers, asked // size)

@@ -107,7 +107,9 @@ def main() -> None:
         torch.manual_seed(0)
         params = TBPTTTrainer.Params(carry=carry)
         model = TBPTTTrainer.build_model(params)
-        trainer = TBPTTTrainer(model, torch.optim.AdamW(model.parameters(), lr=4e-3, fused=True), max_steps=800, clip_norm=1)
+        trainer = TBPTTTrainer(
+            model, torch.optim.AdamW(model.parameters(), lr=4e-3, fused=True), max_steps=800, clip_norm=1
+        )
         trainer.params = params
         train, val = TBPTTTrainer.build_data(params)
         losses[carry] = trainer.fit(train, val).eval_metrics["loss"]

@@ -266,7 +266,10 @@ def _tiny(look: Mapping[str, float]) -> set[str]:
     if len(values) < 4:
         return set()
     median = values[len(values) // 2]
-    return {n for n, v in look.items() if 0 < v < 1e-6 * median}
+    tiny = {n for n, v in look.items() if 0 < v < 1e-6 * median}
+    # A bias before a normalisation has a gradient of mere rounding, whatever flows: count layers, not lone parameters.
+    flowing = {n.rpartition(".")[0] for n in look if n not in tiny}
+    return {n for n in tiny if n.rpartition(".")[0] not in flowing}
 
 
 def _exploded(name: str, history: Sequence[Mapping[str, float]]) -> bool:

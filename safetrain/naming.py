@@ -72,6 +72,14 @@ def unwrap(module: nn.Module) -> nn.Module:
 _WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel"})
 
 
+def inner_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that does the work, inside a wrapper such as accelerate's that shows its parameter groups."""
+    for value in vars(optimizer).values():
+        if isinstance(value, Optimizer) and value.param_groups is optimizer.param_groups:
+            return value
+    return optimizer
+
+
 def find_models(
     frame: FrameType | None, called: Iterable[nn.Module], optimizers: Iterable[Optimizer], pretrained: Collection[int] = ()
 ) -> dict[str, nn.Module]:

@@ -27,7 +27,7 @@ from safetrain.events import EventKind, LoopEvent
 from safetrain.findings import Finding, SourceLine
 from safetrain.foreign import active_layers, batch_order, checkpoint_parts, loader_facts, target_of
 from safetrain.losses import divisor_of, leaves_of
-from safetrain.naming import find_models, find_optimizer_names, unwrap
+from safetrain.naming import find_models, find_optimizer_names, inner_optimizer, unwrap
 from safetrain.source import user_line
 from safetrain.state import RunState
 
@@ -87,6 +87,13 @@ class _Tracked:
     made_at: int
     stepped_at: int = 0
     superseded: bool = False
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer itself, of a record that was just asked for."""
+        found = self.ref()
+        assert found is not None
+        return found
 
 
 class Observer:
@@ -414,7 +421,7 @@ class Observer:
     def zero_grad(self, owner: Optimizer | nn.Module, set_to_none: bool) -> None:
         """Gradients are about to be cleared."""
         if isinstance(owner, Optimizer):
-            self._track(owner)
+            owner = self._track(owner).optimizer
             params = [p for group in owner.param_groups for p in group["params"]]
         else:
             params = list(owner.parameters())
@@ -469,6 +476,8 @@ class Observer:
     def scheduler_step(self, scheduler: Any) -> None:
         """A schedule is about to move."""
         optimizer = getattr(scheduler, "optimizer", None)
+        if isinstance(optimizer, Optimizer):
+            optimizer = self._track(optimizer).optimizer
         self._record(
             "scheduler_step",
             scheduler=type(scheduler).__name__,
@@ -731,11 +740,15 @@ class Observer:
 
     def _track(self, optimizer: Optimizer) -> _Tracked:
         known = self._optimizers.get(id(optimizer))
-        if known is None or known.ref() is not optimizer:
-            name = _free_name(type(optimizer).__name__.lower(), {t.name for t in self._optimizers.values()})
-            ref = weakref.ref(optimizer, lambda _, key=id(optimizer): self._optimizers.pop(key, None))
-            known = self._optimizers[id(optimizer)] = _Tracked(ref, name, user_line(), self.state.step)
-            self._dirty = True
+        if known is not None and known.ref() is optimizer:
+            return known
+        inner = inner_optimizer(optimizer)
+        if inner is not optimizer:
+            return self._track(inner)
+        name = _free_name(type(optimizer).__name__.lower(), {t.name for t in self._optimizers.values()})
+        ref = weakref.ref(optimizer, lambda _, key=id(optimizer): self._optimizers.pop(key, None))
+        known = self._optimizers[id(optimizer)] = _Tracked(ref, name, user_line(), self.state.step)
+        self._dirty = True
         return known
 
     def _live_optimizers(self) -> dict[str, Optimizer]:

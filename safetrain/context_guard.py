@@ -30,8 +30,8 @@ class _Modules:
 class ContextGuard:
     """Wraps hooks so that what they leave behind is put back and reported (L515).
 
-    `guarded = context.watch(hook, "MyCallback.on_step_end")`, once per hook, before the run. Each call costs two or three
-    microseconds. The modes of all submodules are compared at the first calls of a hook, then at every 64th; the
+    `guarded = context.watch(hook, "MyCallback.on_step_end")`, once per hook, before the run. Each call costs two or
+    three microseconds. The modes of all submodules are compared at the first calls of a hook, then at every 64th; the
     freezing of parameters only where `may_freeze` is off, because unfreezing in a callback is common and right.
     Inference mode that was entered and not left cannot be switched off from outside: it is reported only.
     """

@@ -7,60 +7,62 @@ from torch import Tensor
 
 from safetrain.errors import BatchError
 
-_CHUNK = 64  # values added up in their own precision before the sum moves to float64: an addition there costs twice
+_RUN = 64  # values added up in their own precision before the sum moves to float64: an addition there costs twice
 
 
 class Average:
-    """The weighted mean of one name."""
+    """The weighted mean of one name. Values that come with the same weight are added up plainly, and weighed in runs."""
 
-    __slots__ = ("_chunk", "_device", "_name", "_pending", "_total", "_weight")
+    __slots__ = ("_device", "_length", "_name", "_run", "_run_weight", "_total", "_weight")
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._name, self._device = name, device
         total_dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
         self._total = torch.zeros((), dtype=total_dtype, device=device)
-        self._chunk: Tensor | None = None
-        self._pending = 0
-        self._weight: Tensor | float = 0
+        self._weight: Tensor | float | None = None
+        self._run: Tensor | None = None
+        self._run_weight: float = 0.0
+        self._length = 0
 
     def add(self, value: Tensor | float, weight: float) -> None:
         """Count `value`, a scalar without graph, `weight` times. No host sync."""
         if isinstance(value, Tensor) and value.ndim:
             value = self._scalar(value)
-        (self._chunk if self._chunk is not None else self._begin(value)).add_(value, alpha=weight)
-        self._weight += weight
-        self._pending += 1
-        if self._pending == _CHUNK:
+        run = self._run
+        if run is None or weight != self._run_weight:
+            run = self._begin_run(value, weight)
+        run.add_(value)
+        self._length += 1
+        if self._length == _RUN:
             self._fold()
 
     def add_sum(self, value_sum: Tensor | float, weight: Tensor | float) -> None:
         """Count a sum over `weight` items, as `StepOutput.loss_sum` is. No host sync."""
-        (self._chunk if self._chunk is not None else self._begin(value_sum)).add_(value_sum)
-        self._weight = self._weight + weight
-        self._pending += 1
-        if self._pending == _CHUNK:
-            self._fold()
+        self._total.add_(value_sum)
+        self._weight = weight if self._weight is None else self._weight + weight
 
     @property
     def counted(self) -> bool:
         """Whether anything was added."""
-        return self._chunk is not None
+        return self._weight is not None or self._length > 0
 
     def mean(self) -> Tensor:
         """Scalar, on the device."""
         self._fold()
+        assert self._weight is not None
         return self._total / self._weight
 
-    def _begin(self, first: Tensor | float) -> Tensor:
+    def _begin_run(self, first: Tensor | float, weight: float) -> Tensor:
+        self._fold()
         dtype = torch.promote_types(first.dtype, torch.float32) if isinstance(first, Tensor) else torch.float32
-        self._chunk = torch.zeros((), dtype=dtype, device=self._device)
-        return self._chunk
+        self._run, self._run_weight = torch.zeros((), dtype=dtype, device=self._device), weight
+        return self._run
 
     def _fold(self) -> None:
-        if self._chunk is not None and self._pending:
-            self._total.add_(self._chunk)
-            self._chunk.zero_()
-            self._pending = 0
+        if self._run is not None and self._length:
+            self.add_sum(self._run * self._run_weight, self._length * self._run_weight)
+            self._run.zero_()
+            self._length = 0
 
     def _scalar(self, value: Tensor) -> Tensor:
         if value.numel() != 1:

@@ -695,7 +695,8 @@ class Trainer:
         return state.eval_metrics
 
     def _evaluation_loop(self, loader: Iterable[Any], averages: Averages) -> int:
-        step, size_of = self.evaluation_step, self.batch_size
+        own = type(self).evaluation_step is not Trainer.evaluation_step
+        step, size_of = self.evaluation_step if own else self.training_step, self.batch_size
         move = self._move if self._move is not _as_it_is else None
         add_loss = averages["loss"].add
         count = 0

@@ -90,18 +90,28 @@ def _node_at(code: CodeType, instruction: int) -> ast.AST | None:
     return None
 
 
+_VIEWS = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
+
+
 def operand_names(node: ast.AST) -> set[str]:
-    """Names that an expression uses directly: `x` in `f(x)`, `x + y`, `x.relu()`, `[x]`; not inside other calls."""
+    """Names whose values an expression works on: `x` in `f(x)`, `x + y`, `x.relu()`, `[x]`.
+
+    Not those inside other calls, and not `x.shape` or `x.device`, which read no value.
+    """
     found: set[str] = set()
-    stack: list[ast.AST] = [node]
+    stack = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        stack[0] = node.func.value
+    elif isinstance(node, ast.Name):
+        stack = [node]
     while stack:
         here = stack.pop()
         if isinstance(here, ast.Name):
             found.add(here.id)
-        elif here is node or isinstance(
-            here, (ast.Attribute, ast.Subscript, ast.Starred, ast.keyword, ast.List, ast.Tuple, ast.UnaryOp)
-        ):
+        elif isinstance(here, (ast.Starred, ast.keyword, ast.List, ast.Tuple, ast.UnaryOp)):
             stack += ast.iter_child_nodes(here)
+        elif isinstance(here, ast.Subscript) or (isinstance(here, ast.Attribute) and here.attr in _VIEWS):
+            stack.append(here.value)
     return found
 
 

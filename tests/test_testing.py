@@ -20,6 +20,11 @@ from safetrain.testing import (
 )
 
 
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
 class Softsign(torch.autograd.Function):
     """x / (1 + |x|), right in every way."""
 

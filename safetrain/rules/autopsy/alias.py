@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import weakref
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
@@ -27,6 +28,7 @@ class _Suspect:
     """A name that still means the value before a write. Holds no frame and no tensor."""
 
     write: Op
+    tensor: weakref.ref[Tensor]
     module: str | None
     frame: int
     code: CodeType
@@ -98,6 +100,7 @@ class AliasWatcher(Watcher):
         def suspect(name: str, in_container: bool) -> _Suspect:
             return _Suspect(
                 op,
+                weakref.ref(tensor),
                 module,
                 id(here),
                 here.f_code,
@@ -111,6 +114,8 @@ class AliasWatcher(Watcher):
         return [suspect(n, False) for n in names] + [suspect(n, True) for n in containers]
 
     def _judge_read(self, suspect: _Suspect, op: Op, tensor: Tensor, frame: FrameType) -> None:
+        if suspect.tensor() is not tensor:  # another one that was given the same address
+            return
         if op.name == suspect.write.name and op.short_name in _IDEMPOTENT:
             return
         here: FrameType | None = frame

@@ -94,8 +94,10 @@ def find_models(
     held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     candidates: dict[int, tuple[str, nn.Module]] = {}
     for name, value in visible_names(frame):
-        if issubclass(type(value), nn.Module) and id(unwrap(value)) not in candidates:
-            candidates[id(unwrap(value))] = (name, unwrap(value))
+        if issubclass(type(value), nn.Module):
+            module = unwrap(value)
+            if id(module) not in candidates or (_is_item(name) and not _is_item(candidates[id(module)][0])):
+                candidates[id(module)] = (name, module)
     for module in called:
         candidates.setdefault(id(module), (type(module).__name__.lower(), module))
     called_ids = {id(module) for module in called}
@@ -137,8 +139,12 @@ def find_optimizer_names(frame: FrameType | None, optimizers: Iterable[Optimizer
     wanted = {id(optimizer) for optimizer in optimizers}
     names: dict[int, str] = {}
     for name, value in visible_names(frame):
-        if id(value) in wanted and id(value) not in names:
-            names[id(value)] = name
-            if len(names) == len(wanted):
-                break
+        key = id(value)
+        if key in wanted and (key not in names or (_is_item(name) and not _is_item(names[key]))):
+            names[key] = name
     return names
+
+
+def _is_item(name: str) -> bool:
+    """A place in a container: it names one thing for good, where `for net in nets` gives each the same name in turn."""
+    return name.endswith("]")

@@ -87,6 +87,7 @@ class _Tracked:
     made_at: int
     stepped_at: int = 0
     superseded: bool = False
+    named: bool = False
 
     @property
     def optimizer(self) -> Optimizer:
@@ -790,6 +791,10 @@ class Observer:
                 self._emit("on_step_start")
 
     def _name_things(self, frame: Any) -> None:
+        for key, tracked in list(self._optimizers.items()):
+            optimizer = tracked.ref()
+            if optimizer is not None and inner_optimizer(optimizer) is not optimizer:
+                del self._optimizers[key]  # it got the one inside after it was made
         optimizers = list(self._live_optimizers().values())
         called = [module for ref in list(self._roots.values()) if (module := ref()) is not None]
         before = {id(module): name for name, module in self._live_models().items()}
@@ -799,9 +804,9 @@ class Observer:
         self._models = {name: weakref.ref(module) for name, module in found.items()}
         names = find_optimizer_names(frame, optimizers)
         for key, tracked in self._optimizers.items():
-            if key in names:
+            if key in names and not tracked.named:  # once: listeners know it by its name
                 others = {t.name for t in self._optimizers.values() if t is not tracked}
-                tracked.name = _free_name(names[key], others)
+                tracked.name, tracked.named = _free_name(names[key], others), True
         self.state.device = next((p.device for m in found.values() for p in m.parameters()), None)
 
     # ------------------------------------------------------------------ telling listeners

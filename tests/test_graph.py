@@ -389,3 +389,22 @@ def test_the_source_says_how_long_a_window_is(source_file: str, name: str, bound
 def test_a_deque_says_its_own_bound() -> None:
     (holder,) = holders_of(deque(graphs(), maxlen=5))
     assert bound_of(holder, [], {}) == 5
+
+
+def test_a_trace_gives_up_on_a_step_with_too_many_lines_and_still_cleans_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("safetrain.graph.storing._MAX_LINES", 100)
+    log = graphs()
+    trace = StoreTrace(holders_of(log)[0])
+
+    def long_step() -> int:
+        total = 0
+        for i in range(1000):
+            total += i
+        return total
+
+    if not trace.start():
+        pytest.skip("another tool is tracing")
+    long_step()
+    assert sys.gettrace() is None
+    trace.stop()
+    assert sys._getframe().f_trace is None

@@ -298,6 +298,37 @@ def test_evaluation_without_graphs_is_silent() -> None:
     assert not of_graphs(report)
 
 
+class EvaluatesWithGraphs(Trainer):
+    """Switches gradients on in its evaluation and keeps what it computed, or its value."""
+
+    keeps = True
+
+    def training_step(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.model(batch[0]), batch[1])
+
+    def evaluation_step(self, batch: Any) -> dict[str, Tensor]:
+        with torch.enable_grad():
+            loss = self.training_step(batch)
+        self.results = [*getattr(self, "results", []), loss if self.keeps else loss.detach()]
+        return {"loss": loss.detach()}
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_evaluation_with_graphs_in_a_trainer(keeps: bool) -> None:
+    report = Report()
+    model = make_model("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    trainer = EvaluatesWithGraphs(
+        model, optimizer, max_steps=12, eval_every=4, guards="off", callbacks=retention_guards(report)
+    )
+    trainer.keeps = keeps
+    trainer.fit(list(batches("mlp", 12)), list(batches("mlp", 3)))
+    assert [f.code for f in of_graphs(report)] == (["G103"] if keeps else [])
+    if keeps:
+        assert only(report).first_step <= 6
+        assert "results" in (only(report).holder or "")
+
+
 # ---------------------------------------------------------------------- G104
 
 

@@ -11,6 +11,7 @@ import bisect
 import inspect
 import linecache
 import sys
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
@@ -26,6 +27,7 @@ from safetrain.source import USER, grade, line_text, user_frame
 _sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _MAX_LINES = 200_000
 """Lines after which a trace gives up: a step with a long loop of Python must not hang."""
+_MAX_SECONDS = 2.0
 _MAX_ITEMS = 2_000
 
 Place = tuple[str, int]
@@ -109,6 +111,7 @@ class StoreTrace:
         self._positions: list[tuple[int, Place]] = []
         self._here: Place | None = None
         self._lines = 0
+        self._deadline = 0.0
         self._active = False
         self._call, self._line = _outside_dynamo(self._on_call), _outside_dynamo(self._on_line)
 
@@ -129,12 +132,13 @@ class StoreTrace:
                 frame.f_trace = self._line
             frame = frame.f_back
         self._active = True
+        self._deadline = time.perf_counter() + _MAX_SECONDS
         sys.settrace(self._call)
         return True
 
     def stop(self) -> None:
         """End the trace and let go of everything but lines and numbers."""
-        if self._active:
+        if self._line is not None:  # also after it gave up half way: the frames still have it
             self._active = False
             if sys.gettrace() is self._call:
                 sys.settrace(None)
@@ -190,7 +194,7 @@ class StoreTrace:
         self._here = place
         self._positions.append((_sequence_nr(), place))
         self._lines += 1
-        if self._lines > _MAX_LINES:
+        if self._lines > _MAX_LINES or (not self._lines & 255 and time.perf_counter() > self._deadline):
             self._active = False
             sys.settrace(None)
 

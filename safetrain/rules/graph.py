@@ -417,7 +417,7 @@ def find_carried_state(
     holds = None
     if chosen is not None:
         holds = chosen.describe()
-        source = carried.get(chosen.root.name) or storing_line(
+        source = carried.get(chosen.name) or storing_line(
             chosen.name, [*files_of(None), *_files_of_path(chosen)], attribute=chosen.is_attribute
         )
     names = f"`{chosen.name}`" if chosen is not None else "a tensor of an earlier step"

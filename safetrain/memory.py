@@ -155,12 +155,13 @@ class HeapMeter:
 
     Exact to a few KB. On a badly fragmented heap the account gets slow (a tenth of a second has been seen), so each
     call is timed; after three slow ones in a row the meter warns once and reads resident memory from then on, under
-    another `name`.
+    another `name`. Who reads rarely can bear a higher `slow_ns` and keeps the exact account for longer.
     """
 
     SLOW_NS = 500_000
 
-    def __init__(self) -> None:
+    def __init__(self, slow_ns: int = SLOW_NS) -> None:
+        self.SLOW_NS = slow_ns
         mallinfo2 = _mallinfo2()
         if mallinfo2 is None:
             raise OSError("this C library has no mallinfo2; use RssMeter")

@@ -7,17 +7,20 @@ reach is looked through three times, some steps apart: what got longer each time
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING
+import time
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any
 
 from safetrain.callbacks.base import Callback
 from safetrain.findings import Finding, Report, Rule, SourceLine
 from safetrain.graph import Holder, StoreTrace, Survey
-from safetrain.growth import FAST_RATE, WARM_UP, GrowthSeries, Slope
-from safetrain.inventory import Inventory, Suspect, find_growing, names_of, newest, weigh
-from safetrain.keeping import purpose_of
-from safetrain.memory import Meter, meter_for
+from safetrain.growth import FAST_RATE, WARM_UP, GrowthSeries, Slope, steps_needed
+from safetrain.inventory import Inventory, Suspect, find_growing, names_of, newest, running_loaders, weigh
+from safetrain.keeping import Reading
+from safetrain.memory import HeapMeter, Meter, heap_is_readable, meter_for
 from safetrain.rules import memory
-from safetrain.rules.graph import start_trace, visible_values
+from safetrain.rules.graph import start_trace
 
 if TYPE_CHECKING:
     from safetrain.state import RunState
@@ -27,8 +30,20 @@ _CHECK_EVERY = 2
 _PATIENT_EPOCHS = 2
 """A place that the source empties must have survived so many ends of an epoch before it is called a leak."""
 _PATIENT_STEPS = 3_000
+_STEADY = 0.85
+"""A store of results by key that slows down by more than this fills up."""
 _MAX_SEARCHES = 12
-"""Searches in a run that ended without a finding; each later one waits twice as long."""
+"""Searches after evaluations in one run."""
+_SLOW_READING_NS = 20_000_000
+"""A heap that takes so long to tell its size is asked no more."""
+_BUDGET_NS = 3_000
+_FIRST_BUDGET_NS = 50_000
+_BUDGET_SHARE = 0.01
+"""What readings may cost a step: nanoseconds (more in the first ones), or a share of its time if that is more."""
+_WIDEST = 1024
+"""Steps between two readings, at most."""
+_LONGEST_WAIT = 4096
+"""Steps to wait after many searches in vain."""
 _EVAL_BYTES = 16_000
 """Growth of one evaluation below which nobody asks."""
 _FIRST_EVAL = 1
@@ -48,18 +63,23 @@ class MemoryGuard(Callback):
         self._next = 0
         self._case: _Investigation | None = None
         self._told: set[tuple[str, ...]] = set()
-        self._waiting: dict[tuple[str, ...], tuple[int, int]] = {}
+        self._waiting: dict[tuple[str, ...], tuple[int, int, int]] = {}
         self._searches = 0
+        self._last_look = (0, 0)
+        self._wait_for: int | None = None
+        self._loaders: list[weakref.ref[Any]] = []
         self._evaluation = _Evaluations()
 
     # ------------------------------------------------------------------ events
 
     def on_fit_start(self, state: RunState) -> None:
         """Choose the meters."""
-        self._tracks = [_Track(memory.HOST, meter_for("cpu"))]
+        heap = HeapMeter(_SLOW_READING_NS) if heap_is_readable() else meter_for("cpu")
+        self._tracks = [_Track(memory.HOST, heap)]
         if state.device is not None and state.device.type not in ("cpu", "meta"):
             self._tracks.append(_Track(memory.DEVICE, meter_for(state.device)))
         self._next = state.step + WARM_UP
+        self._last_look = (state.step, time.perf_counter_ns())
         self._case = None
         self._evaluation = _Evaluations()
 
@@ -95,11 +115,15 @@ class MemoryGuard(Callback):
         if self._case is not None:
             self._next = state.step + 1
             return self._investigate(self._case, state)
-        self._next = state.step + max(track.series.stride for track in self._tracks)
-        for track in self._tracks:
-            slope = track.read(state.step)
+        last_step, last_ns = self._last_look
+        self._last_look = state.step, time.perf_counter_ns()
+        step_ns = (self._last_look[1] - last_ns) / max(1, state.step - last_step)
+        slopes = [(track, track.read(state.step)) for track in self._tracks]
+        self._next = state.step + max(track.spacing(step_ns) for track in self._tracks)
+        for track, slope in slopes:
             if slope is not None:
-                self._case = _Investigation(track, slope, _take(state))
+                self._loaders = [weakref.ref(iterator) for iterator in running_loaders()]
+                self._case = _Investigation(track, slope, Inventory(self._survey(state), state.step))
                 self._next = self._case.due
                 return
 
@@ -107,32 +131,29 @@ class MemoryGuard(Callback):
         case.end_trace()
         if state.step < case.due:
             return
-        survey = _survey(state)
-        if case.second is None:
-            case.second = Inventory(survey, state.step, before=case.first)
-            case.due = 2 * state.step - case.first.step
-            growing = case.growing_so_far(survey)
-            if growing is None and case.widen(state.step):
-                self._next = case.due
-            elif growing is not None:
-                case.trace = start_trace(growing)
-            return
-        now = Inventory(survey, state.step, before=case.second)
-        self._conclude(case, find_growing(survey, case.first, case.second, now), state)
-
-    def _conclude(self, case: _Investigation, suspects: list[Suspect], state: RunState) -> None:
-        self._case = None
+        survey = self._survey(state)
+        suspects = case.look(survey, state.step)
         suspect = memory.blame(suspects, case.slope.bytes_per_step)
+        if suspect is None and case.go_on(survey):
+            self._next = state.step + 1 if case.trace is not None else case.due
+            return
         finding = None
         if suspect is not None:
             finding = self._judge(suspect, suspects, case.slope, case.track, state, stored_at=case.stored_at)
         if finding is not None:
             self.report.add(finding, step=state.current_step)
-        else:
-            self._searches += 1
+        self._case, self._loaders = None, []
+        if self._wait_for is not None:  # too early to tell: go on with the same readings
+            self._next, self._wait_for = max(state.step + 1, self._wait_for), None
+            return
         case.track.series.restart()
+        self._searches += finding is None
         # A search costs more than a step: after one in vain, wait longer each time.
-        self._next = state.step + min(2 ** min(self._searches, _MAX_SEARCHES), 4096)
+        self._next = state.step + min(2**self._searches, _LONGEST_WAIT)
+
+    def _survey(self, state: RunState) -> Survey:
+        loaders = [iterator for ref in self._loaders if (iterator := ref()) is not None]
+        return Survey(names_of(state.model, state.optimizers, loaders))
 
     def _judge(
         self,
@@ -150,13 +171,16 @@ class MemoryGuard(Callback):
         way = holder.way
         if way in self._told or self._is_told_by_graph_rules(holder):
             return None
-        purpose = purpose_of(holder, memory.files_around(holder, state.model), visible_values())
+        reading = Reading(holder, memory.files_around(holder, state.model))
+        purpose = reading.purpose()
         if purpose == "bounded" and not suspect.weight.pins_views:
             return None
-        if purpose == "emptied" and not self._has_waited(way, state):
+        if purpose == "emptied" and not self._was_never_emptied(suspect, state):
+            return None
+        if purpose == "remembered" and not self._goes_on(slope, entry or track.entry):
             return None
         self._told.add(way)
-        source = memory.cache_line(holder) or stored_at or memory.growth_source(holder, state.model)
+        source = memory.cache_line(holder) or stored_at or reading.storing_line()
         enough = suspect.bytes_per_step / 10
         return memory.memory_growth(
             suspect,
@@ -168,9 +192,24 @@ class MemoryGuard(Callback):
             also=[s.holder.name for s in suspects if s is not suspect and s.bytes_per_step > enough][:3],
         )
 
-    def _has_waited(self, way: tuple[str, ...], state: RunState) -> bool:
-        epoch, step = self._waiting.setdefault(way, (state.epoch, state.step))
+    def _was_never_emptied(self, suspect: Suspect, state: RunState) -> bool:
+        """Whether it kept everything since it was first met, over more than an epoch."""
+        way = suspect.holder.way
+        epoch, step, length = self._waiting.setdefault(way, (state.epoch, state.step, suspect.length))
+        if suspect.length - length < 0.7 * suspect.count_per_step * (state.step - step):
+            self._waiting[way] = (state.epoch, state.step, suspect.length)  # emptied in between
+            return False
         return state.epoch - epoch >= _PATIENT_EPOCHS or state.step - step >= _PATIENT_STEPS
+
+    def _goes_on(self, slope: Slope, entry: Rule) -> bool:
+        """Whether a store of results by key shows no sign of knowing all its keys soon: that takes a longer look."""
+        if slope.steadiness < _STEADY:
+            return False
+        needed = int(1.5 * steps_needed(slope.bytes_per_step))
+        if entry is memory.EVAL or slope.bytes_per_step >= FAST_RATE or slope.span >= needed:
+            return True
+        self._wait_for = slope.first_step + needed
+        return False
 
     def _is_told_by_graph_rules(self, holder: Holder) -> bool:
         return any(
@@ -190,12 +229,12 @@ class MemoryGuard(Callback):
         growth = evaluation.end(track.meter)
         if growth is None or evaluation.searches >= _MAX_SEARCHES:
             return
-        survey = _survey(state)
+        survey = self._survey(state)
         seen = evaluation.inventories
         seen.append(Inventory(survey, evaluation.count, before=seen[-1] if seen else None))
         if len(seen) < 3:
             return
-        suspects = find_growing(survey, *seen)
+        suspects = find_growing(survey, seen[0], seen[1], seen[2])
         del seen[0]
         evaluation.searches += 1
         suspect = memory.blame(suspects, growth.bytes_per_step)
@@ -218,10 +257,13 @@ class _Track:
         self._last: int | None = None
         self._name = meter.name
         self._count = 0
+        self._costs: deque[int] = deque(maxlen=4)
 
     def read(self, step: int) -> Slope | None:
         """Take a reading; the slope when it is time for a test and it rises."""
+        started = time.perf_counter_ns()
         used = self.meter.read()
+        self._costs.append(time.perf_counter_ns() - started)
         if self.meter.name != self._name:  # fallen back: other bytes
             self._name, self._last, self._shift = self.meter.name, None, 0
             self.series.restart()
@@ -234,39 +276,56 @@ class _Track:
         self._count += 1
         return self.series.slope() if self._count % _CHECK_EVERY == 0 else None
 
+    def spacing(self, step_ns: float) -> int:
+        """Steps to the next reading. On a badly fragmented heap they are slow, and come rarely enough to be borne."""
+        bearable = max(_FIRST_BUDGET_NS if self._count < 32 else _BUDGET_NS, _BUDGET_SHARE * step_ns)
+        # The cheapest of the last few: the others were interrupted.
+        return max(self.series.stride, min(_WIDEST, int(min(self._costs) / bearable)))
+
 
 class _Investigation:
-    """Who made the readings rise? Two further looks, as far apart as the growth is slow."""
+    """Who made the readings rise? Further looks, as far apart as the growth is slow, until two rises in a row tell."""
 
     def __init__(self, track: _Track, slope: Slope, first: Inventory) -> None:
-        self.track, self.slope, self.first = track, slope, first
-        self.second: Inventory | None = None
+        self.track, self.slope = track, slope
         self.trace: StoreTrace | None = None
         self.stored_at: SourceLine | None = None
-        self._gap = 1 if slope.bytes_per_step >= FAST_RATE else 2 if slope.bytes_per_step >= FAST_RATE / 8 else 6
-        self._widened = False
-        self.due = first.step + self._gap
+        rate = slope.bytes_per_step
+        gap = 1 if rate >= FAST_RATE / 8 else 6
+        self._gaps = [gap, 4 * gap, 4 * gap]  # after the first two looks: what grows every few steps only
+        self._seen = [first]
+        self.due = first.step + gap
 
-    def growing_so_far(self, survey: Survey) -> Holder | None:
-        """The container that gained most since the first look."""
-        assert self.second is not None
-        gained = {
-            key: length - self.first.lengths[key][1]
-            for key, (kind, length) in self.second.lengths.items()
-            if key in self.first.lengths and self.first.lengths[key][0] is kind and length > self.first.lengths[key][1]
-        }
-        objects = [obj for obj in survey.objects() if id(obj) in gained]
-        best = max(((_gain(obj, gained[id(obj)], self.first), i) for i, obj in enumerate(objects)), default=None)
-        return survey.holder(objects[best[1]]) if best is not None else None
+    def look(self, survey: Survey, step: int) -> list[Suspect]:
+        """What grew from the look before the last to the last, and from that to this one."""
+        now = Inventory(survey, step, before=self._seen[-1])
+        suspects = find_growing(survey, self._seen[-2], self._seen[-1], now) if len(self._seen) > 1 else []
+        self._seen = [*self._seen[-1:], now]
+        return suspects
 
-    def widen(self, step: int) -> bool:
-        """Nothing yet: it may grow every few steps only. Once, look again later."""
-        if self._widened:
+    def go_on(self, survey: Survey) -> bool:
+        """Plan the next look, and trace the next step for the line that stores; False when it was enough."""
+        if not self._gaps:
             return False
-        self._widened = True
-        self.second = None
-        self.due = step + 4 * self._gap
+        self.due = self._seen[-1].step + self._gaps.pop(0)
+        growing = self._growing(survey) if len(self._seen) > 1 else None
+        self.trace = start_trace(growing) if growing is not None else None
         return True
+
+    def _growing(self, survey: Survey) -> Holder | None:
+        """The container that gained most since the last look."""
+        before, now = self._seen
+        gained = {
+            key: length - before.lengths[key][1]
+            for key, (kind, length) in now.lengths.items()
+            if key in before.lengths and before.lengths[key][0] is kind and length > before.lengths[key][1]
+        }
+        best: tuple[int, Any] = (0, None)
+        for obj in survey.objects():
+            if id(obj) in gained:
+                gain = weigh(newest(obj, gained[id(obj)]), before).held_bytes
+                best = max(best, (gain, obj), key=lambda pair: pair[0])
+        return survey.holder(best[1]) if best[1] is not None else None
 
     def end_trace(self) -> None:
         """Let go of the trace, but keep the line that it saw."""
@@ -309,15 +368,3 @@ class _Evaluations:
             return None
         self._rises.append(min(added, rise))
         return Slope(statistics.median(self._rises), self.count - len(self._rises), self.count)
-
-
-def _survey(state: RunState) -> Survey:
-    return Survey(names_of(state.model, state.optimizers))
-
-
-def _take(state: RunState) -> Inventory:
-    return Inventory(_survey(state), state.step)
-
-
-def _gain(container: object, count: int, apart_from: Inventory) -> int:
-    return weigh(newest(container, count), apart_from).held_bytes

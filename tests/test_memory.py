@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import subprocess
@@ -31,6 +32,7 @@ def test_heap_meter_sees_a_tensor_come_and_go_to_a_few_kilobytes():
 
 @needs_glibc
 def test_heap_meter_sees_many_small_tensors_too():
+    gc.collect()  # garbage of other tests must not go while this one measures
     meter = HeapMeter()
     before = meter.read()
     blocks = [torch.zeros(256) for _ in range(2000)]

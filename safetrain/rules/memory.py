@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from safetrain.findings import Finding, Rule, SourceLine, rule
-from safetrain.graph import Holder, files_of, format_bytes, storing_line
+from safetrain.graph import Holder, files_of, format_bytes
 from safetrain.growth import Slope
 from safetrain.inventory import Suspect
 from safetrain.keeping import Purpose
@@ -58,22 +58,32 @@ def memory_growth(
 
     A place that is collected after the loop is a note, unless it keeps far more than it shows.
     """
-    holder, weight = suspect.holder, suspect.weight
+    weight, place = suspect.weight, describe(suspect.holder)
     deliberate = purpose == "collected" and not weight.pins_views and entry is not DEVICE
     measured = f"{meter} rose by {format_bytes(slope.bytes_per_step * slope.span)} over {slope.span} {_unit(entry)}s"
     return entry.finding(
-        f"{holder.describe()} grows by {format_bytes(suspect.bytes_per_step)} {_each(entry)}"
+        f"{place} grows by {format_bytes(suspect.bytes_per_step)} {_each(entry)}"
         + (", to be put together after the loop" if deliberate else " and is not emptied")
         + f" ({measured})"
         + _pinning(suspect)
         + (f"; so do {', '.join(also)}" if also else ""),
         severity="note" if deliberate else entry.severity,
         source=source,
-        holder=holder.describe(),
+        holder=place,
         growth_bytes_per_step=suspect.bytes_per_step,
         pinned_bytes=round(suspect.bytes_per_step * slope.span),
         fix=_fix(suspect, entry, purpose),
     )
+
+
+def describe(holder: Holder) -> str:
+    """The holder in words; a long chain of the same name is cut short."""
+    steps: list[str] = []
+    for step in holder.describe().split(" → "):
+        if len(steps) > 2 and steps[-3:] == [step] * 3:
+            continue
+        steps.append(step)
+    return " → ".join(steps)
 
 
 def _unit(entry: Rule) -> str:
@@ -109,11 +119,6 @@ def _fix(suspect: Suspect, entry: Rule, purpose: Purpose | None) -> str:
     if purpose == "emptied":
         return "it is emptied in the source, but was not for more than an epoch: empty it where every epoch passes"
     return "keep fewer (`collections.deque(maxlen=…)`), empty it when it has been used, or keep a number: `.item()`"
-
-
-def growth_source(holder: Holder, model: nn.Module | None) -> SourceLine | None:
-    """The statement that stores into the place, as the source tells."""
-    return storing_line(holder.name, files_around(holder, model))
 
 
 def cache_line(holder: Holder) -> SourceLine | None:

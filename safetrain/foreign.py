@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, SequentialSampler
 
-_POSITION_KEYS = ("epoch", "step", "iteration", "global_step", "it", "iter")
+POSITION_KEYS = ("epoch", "step", "iteration", "global_step", "it", "iter")
 _MAX_LOOKED_AT = 64
 
 
@@ -60,7 +60,11 @@ def checkpoint_parts(obj: Any) -> set[str]:
             parts.add(part)
         elif isinstance(value, dict | list | tuple):
             inner = value.items() if isinstance(value, dict) else enumerate(value)
-            parts.update(p for k, v in list(inner)[:_MAX_LOOKED_AT] if (p := part_of(v) or _by_key(str(k).lower(), v)) is not None)
+            parts.update(
+                p
+                for k, v in list(inner)[:_MAX_LOOKED_AT]
+                if (p := part_of(v) or _by_key(str(k).lower(), v)) is not None
+            )
     return parts
 
 
@@ -91,7 +95,7 @@ def part_of(value: Any) -> str | None:
 def _by_key(key: str, value: Any) -> str | None:
     if _is_rng(key):
         return "rng"
-    if isinstance(value, int) and any(word in key for word in _POSITION_KEYS):
+    if isinstance(value, int) and any(word in key for word in POSITION_KEYS):
         return "epoch"
     return None
 

@@ -60,6 +60,7 @@ class Watch(Callback):
         self._changes: ChangeDetector | None = None
         self._next_check = 0
         self._known: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
+        self._roots: set[int] = set()
         self._made_late: set[int] = set()
         self._thawed_late: set[int] = set()
         self._first_seen: dict[int, int] = {}
@@ -160,19 +161,22 @@ class Watch(Callback):
         self.version += 1
         self._changes = ChangeDetector(model, state.optimizers)
         self._next_check = state.step + self._changes.interval
-        now: dict[int, tuple[weakref.ref[Tensor], bool]] = {
-            id(p): (weakref.ref(p), p.requires_grad) for p in model.parameters()
-        }
-        for key, (_, trainable) in now.items():
-            before = self._known.get(key)
-            if first or not self._known:
-                continue
-            if before is None or before[0]() is None:
-                self._made_late.add(key)
-                self._thawed_late.discard(key)
-            elif trainable and not before[1]:
-                self._thawed_late.add(key)
-        self._known = now
+        now: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
+        roots = list(model.children()) if type(model).__name__ == "Models" else [model]
+        for root in roots:
+            seen_before = id(root) in self._roots and not first
+            for param in root.parameters():
+                key = id(param)
+                now[key] = (weakref.ref(param), param.requires_grad)
+                before = self._known.get(key)
+                if not seen_before:
+                    continue  # a model that the driver learnt of only now may be as old as the others
+                if before is None or before[0]() is None:
+                    self._made_late.add(key)
+                    self._thawed_late.discard(key)
+                elif param.requires_grad and not before[1]:
+                    self._thawed_late.add(key)
+        self._known, self._roots = now, {id(root) for root in roots}
         alive = set(now) | {id(h.tensor) for h in self.coverage.strays}
         self.had &= alive
         self._first_seen = {k: v for k, v in self._first_seen.items() if k in alive}
@@ -232,7 +236,9 @@ class Watch(Callback):
     def _keep_frozen(self) -> None:
         for held in self.coverage.frozen_held:
             tensor = held.tensor
-            if tensor is not None and tensor.grad is not None and held.name not in self._told:
+            if tensor is None or tensor.requires_grad or tensor.grad is None:
+                continue  # some are thawed and frozen again in every step
+            if held.name not in self._told:
                 self._moving[held.name] = tensor.detach().clone()
 
     def _compare_frozen(self, state: RunState) -> None:
@@ -578,9 +584,12 @@ class NumbersGuard(Callback):
         grads: Mapping[str, float],
     ) -> None:
         self._peak_rate = max(self._peak_rate, *(rate for _, rate, _ in facts))
-        for (name, rate, _), moved in zip(facts, changed, strict=True):
+        typical = sorted(grads.values())[len(grads) // 2] if grads else 0.0
+        for (name, rate, dtype), moved in zip(facts, changed, strict=True):
             late = 0.0 < rate < 0.01 * self._peak_rate  # the end of a schedule: small updates are meant
-            if moved or late or not 0.0 < grads.get(name, 0.0) < float("inf"):
+            # A bias before a normalisation has a gradient of rounding errors, and no update by right.
+            noise = dtype == "float32" and rate and grads.get(name, 0.0) < 1e-4 * typical
+            if moved or late or noise or not 0.0 < grads.get(name, 0.0) < float("inf"):
                 self._still.pop(name, None)
             else:
                 self._still.setdefault(name, []).append(step)

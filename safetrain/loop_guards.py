@@ -388,12 +388,21 @@ class ScalerGuard(Callback):
 
 
 class SnapshotGuard(Callback):
-    """L514: a kept `state_dict` that is the live model. Looks two levels into `holders()` when evaluations end."""
+    """L514: a kept `state_dict` that is the live model. Looks two levels into `holders()` when evaluations end.
+
+    A dict of live tensors that is still there one step later, after the model has moved, is a fault.
+    """
 
     def __init__(self, report: Report, holders: Holders) -> None:
         self._report, self._holders = report, holders
         self._seen: dict[str, tuple[int, int]] = {}
         self._told: set[str] = set()
+        self._fresh = False
+
+    def on_step_end(self, state: RunState) -> None:
+        if self._fresh:
+            self._look(state)
+            self._fresh = False
 
     def on_eval_end(self, state: RunState) -> None:
         self._look(state)
@@ -405,11 +414,14 @@ class SnapshotGuard(Callback):
         found = rules.find_aliased_snapshots(state.model, self._holders())
         for path, key in found.items():
             known = self._seen.get(path)
-            if known is not None and known[0] == key and known[1] < state.step and path not in self._told:
+            if path in self._told:
+                continue
+            if known is not None and known[0] == key and known[1] < state.step:
                 self._told.add(path)
                 self._report.add(rules.aliased_finding(path), step=max(1, state.step))
             elif known is None or known[0] != key:
                 self._seen[path] = (key, state.step)
+                self._fresh = True
 
 
 def _tracks(norm: Any) -> bool:

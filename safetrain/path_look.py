@@ -86,6 +86,8 @@ class WhyNoGradient:
 class _State:
     traces: dict[int, tuple[weakref.ref[Any], _Trace]] = field(default_factory=dict)
     numbers: dict[float, Cut] = field(default_factory=dict)
+    arrays: dict[int, frozenset[Cut]] = field(default_factory=dict)
+    """Memory of NumPy arrays that came from tensors, by address: what is made from it shares it."""
     used: int = 0
     reached: int = 0
     tips: dict[int, tuple[str, SourceLine | None]] = field(default_factory=dict)
@@ -238,6 +240,8 @@ class PathLook(TorchFunctionMode):
             cut = self._cut(name, mask)
             cuts |= {cut}
             self._remember_numbers(cut, result)
+        if cuts and type(result).__name__ == "ndarray":
+            self._s.arrays[result.__array_interface__["data"][0]] = cuts
         for tensor in outputs:
             if not self._alive(tensor):
                 self._put(tensor, _Trace(0, cuts))
@@ -314,7 +318,12 @@ class PathLook(TorchFunctionMode):
         if bit is not None and self._held[bit.bit_length() - 1]() is tensor:
             return _Trace(bit)
         known = self._s.traces.get(id(tensor))
-        return known[1] if known is not None and known[0]() is tensor else None
+        if known is not None and known[0]() is tensor:
+            return known[1]
+        if self._s.arrays and tensor.grad_fn is None and tensor.is_cpu and tensor.layout is torch.strided:
+            cuts = self._s.arrays.get(tensor.data_ptr())
+            return _Trace(0, cuts) if cuts else None
+        return None
 
     def _put(self, tensor: Tensor, trace: _Trace) -> None:
         if id(tensor) not in self._bits:

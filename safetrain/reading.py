@@ -10,7 +10,7 @@ from torch import nn
 
 from safetrain.findings import SourceLine
 from safetrain.source import USER, grade, line_text
-from safetrain.syntax import attribute_stores, called_name, tree_of
+from safetrain.syntax import attribute_stores, called_name, scope_of, statement_at, tree_of
 
 _MAX_FILES = 200
 
@@ -62,6 +62,21 @@ def find_freeze_of_state_dict(*, files: Iterable[str] | None = None) -> SourceLi
                 ):
                     return SourceLine(filename, inner.lineno, line_text(filename, inner.lineno))
     return None
+
+
+def reads_key(source: SourceLine, keys: Iterable[str]) -> bool:
+    """Whether the function around a line reads one of these keys: `state["epoch"]`, `state.get("epoch")`, `.pop(…)`."""
+    statement = statement_at(source.file, source.line)
+    wanted = set(keys)
+    for node in ast.walk(scope_of(statement)) if statement is not None else ():
+        key: ast.expr | None = None
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+            key = node.slice
+        elif isinstance(node, ast.Call) and called_name(node) in ("get", "pop") and node.args:
+            key = node.args[0]
+        if isinstance(key, ast.Constant) and str(key.value).lower() in wanted:
+            return True
+    return False
 
 
 def _walk(filename: str) -> Iterator[ast.AST]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from safetrain.findings import Finding
+from safetrain.findings import Finding, SourceLine
 from safetrain.path_look import written
 from safetrain.reading import find_attribute_assignment, find_freeze_of_state_dict, user_files
 from safetrain.rules.gradient.catalogue import (
     FREEZE_INEFFECTIVE,
+    common_module,
     listed,
 )
 
@@ -28,47 +29,51 @@ _FREEZE_WORDS = {
 def find_ineffective_freezes(
     model: nn.Module, *, had_gradient: set[int] | None = None, lines: bool = True
 ) -> list[Finding]:
-    """P212: `module.requires_grad = False` and its like, where the parameters still train.
+    """P212: `module.requires_grad = False` and its like, where the parameters still train. One finding a statement.
 
     `had_gradient`: ids of parameters that got one; without it `requires_grad` alone decides. `lines`: look for the
-    statement in the user's source. A class of the user's own
-    that sets such an attribute in its own code and freezes accordingly is not reported, as then nothing trains.
+    statement in the user's source. A class of the user's own that sets such an attribute in its own `__init__` is left
+    alone.
     """
-    findings: list[Finding] = []
+    places: dict[tuple[str, SourceLine | None], tuple[list[str], dict[str, None]]] = {}
+    for label, word, params in _switches(model):
+        live = [n for n, p in params.items() if p.requires_grad and (had_gradient is None or id(p) in had_gradient)]
+        if not live:
+            continue
+        source = None
+        if lines:
+            last = label.rsplit(".", 1)[-1]
+            source = find_attribute_assignment(word, last) or find_attribute_assignment(word)
+        labels, names = places.setdefault((word, source), ([], {}))
+        labels.append(label)
+        names.update(dict.fromkeys(live))
+    return [_frozen_nothing(word, source, labels, list(names)) for (word, source), (labels, names) in places.items()]
+
+
+def _switches(model: nn.Module) -> Iterator[tuple[str, str, dict[str, Tensor]]]:
+    """(owner, attribute, parameters) wherever an attribute that looks like a freeze was set to False."""
     for name, module in model.named_modules():
         for word in _FREEZE_WORDS.keys() & vars(module).keys():
-            if vars(module)[word] is not False or _own_setting(module, word):
-                continue
-            prefix = f"{name}." if name else ""
-            params = {prefix + n: p for n, p in module.named_parameters()}
-            findings += _still_trains(name or type(module).__name__, name, word, params, had_gradient, lines)
+            if vars(module)[word] is False and not _own_setting(module, word):
+                prefix = f"{name}." if name else ""
+                yield name or type(module).__name__, word, {prefix + n: p for n, p in module.named_parameters()}
     for name, p in model.named_parameters():
         for word in (_FREEZE_WORDS.keys() - {"requires_grad"}) & vars(p).keys():
             if vars(p)[word] is False:
-                findings += _still_trains(name, "", word, {name: p}, had_gradient, lines)
-    return findings
+                yield name, word, {name: p}
 
 
-def _still_trains(
-    label: str, module: str, word: str, params: Mapping[str, Tensor], had_gradient: set[int] | None, lines: bool
-) -> list[Finding]:
-    live = [n for n, p in params.items() if p.requires_grad and (had_gradient is None or id(p) in had_gradient)]
-    if not live:
-        return []
-    source = None
-    if lines:
-        source = find_attribute_assignment(word, label.rsplit(".", 1)[-1]) or find_attribute_assignment(word)
-    what = f"{label}.{word} = False"
-    return [
-        FREEZE_INEFFECTIVE.finding(
-            f"`{what}` froze nothing: `{word}` {_FREEZE_WORDS[word]}, and {listed(live)} still trains.",
-            source=source,
-            params=live,
-            module=module or None,
-            cause=f"`{word}` {_FREEZE_WORDS[word]}",
-            fix=f"{label}.requires_grad_(False)" if module else "p.requires_grad_(False)",
-        )
-    ]
+def _frozen_nothing(word: str, source: SourceLine | None, labels: list[str], names: list[str]) -> Finding:
+    what = ", ".join(f"`{label}.{word} = False`" for label in labels[:3])
+    what += f" and {len(labels) - 3} more" if len(labels) > 3 else ""
+    return FREEZE_INEFFECTIVE.finding(
+        f"{what} froze nothing: `{word}` {_FREEZE_WORDS[word]}, and {listed(names)} still trains.",
+        source=source,
+        params=names,
+        module=common_module(names),
+        cause=f"`{word}` {_FREEZE_WORDS[word]}",
+        fix=f"{labels[0]}.requires_grad_(False)",
+    )
 
 
 def _own_setting(module: nn.Module, word: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 
 from safetrain.events import LoopEvent
 from safetrain.findings import Finding, SourceLine
+from safetrain.foreign import POSITION_KEYS
+from safetrain.reading import reads_key
 from safetrain.rules.loop.catalogue import (
     ALIASED_SNAPSHOT,
     RESUME_INCOMPLETE,
@@ -17,15 +20,22 @@ from safetrain.rules.loop.catalogue import (
 
 
 class ResumeGaps:
-    """L510: after a checkpoint's model and optimizer were loaded, other state of the run starts afresh."""
+    """L510: a run goes on from a checkpoint's model, and other state of it starts afresh.
+
+    It goes on when the optimizer, schedule, scaler or generators were restored too, or when the code around
+    `torch.load` reads the epoch or step out of the file. An optimizer that had stepped before the load is rolled back,
+    not resumed.
+    """
 
     def __init__(self) -> None:
         self._saved: LoopEvent | None = None
         self._loaded: LoopEvent | None = None
+        self._parts: set[str] = set()
         self._restored: set[str] = set()
         self._present: dict[str, LoopEvent] = {}
         self._positions: dict[str, Any] = {}
-        self._steps = 0
+        self._stepped: set[Any] = set()
+        self._fresh = False
         self._told: set[str] = set()
 
     def see(self, event: LoopEvent) -> Iterator[Finding]:
@@ -33,9 +43,15 @@ class ResumeGaps:
         kind, data = event.kind, event.data
         if kind == "checkpoint_saved":
             self._saved = event
+        elif kind == "optimizer_made":
+            self._stepped.discard(data.get("optimizer"))  # an id may be used again
         elif kind == "checkpoint_loaded":
-            self._loaded, self._steps = event, 0
-            self._restored, self._present, self._positions = set(), {}, {}
+            self._load(event)
+        elif kind == "optimizer_step":
+            if self._loaded is not None and data.get("optimizer") not in self._stepped:
+                self._fresh = True
+            if self._loaded is None or self._present or self._fresh:
+                self._stepped.add(data.get("optimizer"))
         elif self._loaded is None:
             return
         elif kind == "state_loaded":
@@ -48,29 +64,47 @@ class ResumeGaps:
             self._present.setdefault("scheduler", event)
         elif kind == "scaler_step":
             self._present.setdefault("scaler", event)
-        elif kind == "optimizer_step":
-            self._steps += 1
-        if self._steps and self._loaded is not None:
-            yield from self._judge()
+        if self._fresh and self._loaded is not None:
+            yield from self._judge(self._loaded)
 
-    def _judge(self) -> Iterator[Finding]:
-        if "model" not in self._restored or not self._restored & {"optimizer", "scheduler", "scaler", "rng"}:
+    def _load(self, event: LoopEvent) -> None:
+        """Several loads without a step in between are one: a file for each part."""
+        if self._loaded is None or self._fresh:
+            self._parts, self._restored, self._present, self._positions = set(), set(), {}, {}
+            self._loaded, self._fresh = event, False
+        self._parts |= set(event.data.get("parts") or ())
+
+    def _judge(self, loaded: LoopEvent) -> Iterator[Finding]:
+        parts, restored = self._parts, self._restored
+        if "model" not in restored or not (
+            restored & {"optimizer", "scheduler", "scaler", "rng"} or self._by_position()
+        ):
             return  # weights to start from, not a run to go on with
-        assert self._loaded is not None
-        parts = set(self._loaded.data.get("parts") or ())
         for part, event in self._present.items():
-            if part in self._restored or part in self._told or (part == "scheduler" and self._positions.get(part)):
-                continue
-            self._told.add(part)
-            yield resume_finding(
-                part, self._loaded, self._saved, name=event.data.get("scheduler"), in_file=part in parts
-            )
-        if "optimizer" not in self._restored and "optimizer" not in self._told:
+            if (
+                part not in restored
+                and part not in self._told
+                and not (part == "scheduler" and self._positions.get(part))
+            ):
+                self._told.add(part)
+                name = event.data.get("scheduler")
+                yield resume_finding(part, loaded, self._saved, name=name, in_file=part in parts)
+        if "optimizer" not in restored and "optimizer" not in self._told:
             self._told.add("optimizer")
-            yield resume_finding("optimizer", self._loaded, self._saved, in_file="optimizer" in parts)
-        if "rng" in parts and "rng" not in self._restored and "rng" not in self._told:
+            yield resume_finding("optimizer", loaded, self._saved, in_file="optimizer" in parts)
+        if "rng" in parts and "rng" not in restored and "rng" not in self._told:
             self._told.add("rng")
-            yield resume_finding("rng", self._loaded, self._saved, in_file=True)
+            yield resume_finding("rng", loaded, self._saved, in_file=True)
+
+    def _by_position(self) -> bool:
+        """The file holds an optimizer and a position, and the code that loads it reads the position."""
+        source = self._loaded.source if self._loaded is not None else None
+        return (
+            {"optimizer", "epoch"} <= self._parts
+            and "optimizer" not in self._told
+            and source is not None
+            and reads_key(source, POSITION_KEYS)
+        )
 
 
 _RESUME = {
@@ -140,12 +174,16 @@ def _shares(tensor: Tensor, live: set[int]) -> bool:
         return False
 
 
+_KEPT = re.compile(r"best|snap|keep|kept|back|init|start|orig|prev|old|ema|swa|ckpt|checkpoint|save|weights|history|\[")
+
+
 def aliased_finding(path: str, source: SourceLine | None = None) -> Finding:
-    """L514 for a kept snapshot at `path`."""
+    """L514 for a kept snapshot at `path`. A note when the name does not say that it is meant to last."""
     return ALIASED_SNAPSHOT.finding(
         f"`{path}` was kept as a snapshot of the model, but its tensors are the live ones: state_dict() does not "
         "copy, so it "
         "changes with every step and restores nothing.",
+        severity="warning" if _KEPT.search(path.rpartition(".")[2].lower()) else "note",
         source=text_of(source),
         holder=path,
         cause="state_dict() kept without a copy",

@@ -19,7 +19,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -64,15 +64,29 @@ def _parse(argv: list[str]) -> tuple[Options, Callable[[], launch.Target]]:
     parser = argparse.ArgumentParser(
         prog="python -m safetrain doctor",
         description="Run a training script as it is, and report the faults of its training.",
-        epilog="Whatever follows the script belongs to it. The report goes to stderr; stdout and exit code are the script's.",
+        epilog="All after the script is its own. The report goes to stderr; stdout and exit code are the script's.",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the findings there, one JSON object a line")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the findings there, one JSON object a line"
+    )
     parser.add_argument("--steps", type=_positive, metavar="N", help="stop after N optimizer steps")
-    parser.add_argument("--fail-on", choices=_LEVELS, help="exit with 1 when there is a finding of this severity or worse")
-    parser.add_argument("--rules", type=_rules, default=(), metavar="CODES", help="only these, e.g. G,P201 (a letter takes a family, -G104 leaves one out)")
+    parser.add_argument(
+        "--fail-on", choices=_LEVELS, help="exit with 1 when there is a finding of this severity or worse"
+    )
+    parser.add_argument(
+        "--rules",
+        type=_rules,
+        default=(),
+        metavar="CODES",
+        help="only these, e.g. G,P201 (a letter takes a family, -G104 leaves one out)",
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress, and no report when nothing was found")
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as `python -m` does")
-    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="script.py …", help="the script and its own arguments")
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as `python -m` does"
+    )
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, metavar="script.py …", help="the script and its own arguments"
+    )
     args = parser.parse_args(argv)
     words = args.module if args.module is not None else args.script
     if words[:1] == ["--"]:
@@ -150,7 +164,7 @@ class Session:
             jsonl=self.options.json,
             max_steps=self.options.steps,
             show=None if self.options.quiet else self._announce,
-            on_step=self._progress and self._progress.step,
+            on_step=self._progress.step if self._progress is not None else None,
             on_trouble=self._trouble.append,
         )
 
@@ -163,7 +177,11 @@ class Session:
             self._progress.num_findings += 1
         where = f" at {finding.source.file}:{finding.source.line}" if finding.source else ""
         with contextlib.suppress(OSError, ValueError):
-            print(f"safetrain: step {finding.first_step}: {finding.code} {finding.name}{where}", file=self.stream, flush=True)
+            print(
+                f"safetrain: step {finding.first_step}: {finding.code} {finding.name}{where}",
+                file=self.stream,
+                flush=True,
+            )
 
     def _on_exit_without_goodbye(self) -> None:
         """`os._exit` runs no handler at all; workers of the script use it, and must pass."""
@@ -179,7 +197,10 @@ class Session:
 
     def _on_termination(self) -> None:
         """A scheduler ends jobs with SIGTERM: report, then end by it."""
-        if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        if (
+            threading.current_thread() is not threading.main_thread()
+            or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        ):
             return
 
         def terminated(number: int, frame: types.FrameType | None) -> None:
@@ -249,7 +270,10 @@ class Session:
             if self._refusal:
                 print(self._refusal, file=self.stream)
             elif self._trouble:
-                print(f"safetrain: could not start to watch; the script did not notice.\n{self._trouble[0]}", file=self.stream)
+                print(
+                    f"safetrain: could not start to watch; the script did not notice.\n{self._trouble[0]}",
+                    file=self.stream,
+                )
             elif not self.options.quiet:
                 print("safetrain: the script never imported torch, so there was nothing to watch", file=self.stream)
             return
@@ -258,9 +282,14 @@ class Session:
             self.stream.write("\n")
             self._terminal.summary(findings, num_steps=steps, checked=self.watch.healthy(), full=True)
             if not steps:
-                print("  no optimizer step was seen: nothing trained, or not through torch's autograd", file=self.stream)
+                print(
+                    "  no optimizer step was seen: nothing trained, or not through torch's autograd", file=self.stream
+                )
         for text in self._trouble:
-            print(f"safetrain: one of its judges failed and was switched off; the script did not notice.\n{text}", file=self.stream)
+            print(
+                f"safetrain: one of its judges failed and was switched off; the script did not notice.\n{text}",
+                file=self.stream,
+            )
         self.stream.flush()
 
 

@@ -1,7 +1,7 @@
 """Run a script or a module inside this process exactly as `python script.py` and `python -m package.module` would.
 
-`__main__`, `sys.argv`, `sys.path[0]`, `__file__`, `__spec__`, pickling of classes in `__main__` and relative imports are
-as the script expects. Imports no torch, so what a script sets before its own import still counts.
+`__main__`, `sys.argv`, `sys.path[0]`, `__file__`, `__spec__`, pickling of classes in `__main__` and relative imports
+are as the script expects. Imports no torch, so what a script sets before its own import still counts.
 """
 
 from __future__ import annotations

@@ -81,7 +81,10 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def find_models(
-    frame: FrameType | None, called: Iterable[nn.Module], optimizers: Iterable[Optimizer], pretrained: Collection[int] = ()
+    frame: FrameType | None,
+    called: Iterable[nn.Module],
+    optimizers: Iterable[Optimizer],
+    pretrained: Collection[int] = (),
 ) -> dict[str, nn.Module]:
     """The outermost modules that train, by the user's names.
 

@@ -26,20 +26,19 @@ from safetrain.callbacks.base import HOOKS, Callback, Hook
 from safetrain.events import EventKind, LoopEvent
 from safetrain.findings import Finding, SourceLine
 from safetrain.foreign import active_layers, batch_order, checkpoint_parts, loader_facts, target_of
+from safetrain.hand_steps import HandSteps
 from safetrain.losses import divisor_of, leaves_of
-from safetrain.naming import find_models, find_optimizer_names, inner_optimizer, unwrap
+from safetrain.module_call import ModuleCall, batch_size, first_tensor
+from safetrain.participants import Models, Participants
 from safetrain.source import user_line
 from safetrain.state import RunState
 
 _EVAL_AFTER = 2
-"""So many gradient-free forwards in a row, in train mode, are an evaluation: one alone may choose an action or a label."""
+"""So many gradient-free forwards in a row, in train mode, are an evaluation: one may choose an action or a label."""
 _EVAL_AFTER_WITH_GRAPH = 3
 """The same for forwards in eval mode that build graphs: one or two may be a training that runs in eval mode."""
 _ORDER_BATCHES = 8
 _MAX_WINDOW_EVENTS = 1024
-_REDISCOVERIES = 32
-_IDLE_STEPS = 50
-"""An optimizer that has not stepped for so long is not the one in use."""
 
 
 EventJudge = Callable[[LoopEvent], "Iterable[Finding] | None"]
@@ -47,22 +46,6 @@ EventJudge = Callable[[LoopEvent], "Iterable[Finding] | None"]
 
 class StopRun(SystemExit):
     """Ends the script after the wanted number of steps, as a plain `sys.exit()` would."""
-
-
-class Models(nn.Module):
-    """Several models of one training under the user's names. Never called; filled only while listeners run."""
-
-
-@dataclass(slots=True, eq=False)
-class ModuleCall:
-    """The last outermost module call, for an explanation. Tensors of its arguments are held weakly."""
-
-    module: weakref.ref[nn.Module]
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
-    grad_enabled: bool
-    training: bool
-    source: SourceLine | None
 
 
 @dataclass(slots=True, eq=False)
@@ -75,26 +58,6 @@ class _Epoch:
     batches: int = 0
     root_training: bool = True
     order: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
-class _Tracked:
-    """An optimizer that was seen."""
-
-    ref: weakref.ref[Optimizer]
-    name: str
-    source: SourceLine | None
-    made_at: int
-    stepped_at: int = 0
-    superseded: bool = False
-    named: bool = False
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer itself, of a record that was just asked for."""
-        found = self.ref()
-        assert found is not None
-        return found
 
 
 class Observer:
@@ -125,8 +88,7 @@ class Observer:
         self.gradients_off_at: SourceLine | None = None
         self.in_backward = 0
         self.started = False
-        self.evaluations = 0
-        self.other_threads = 0
+        self.who = Participants()
         self._nothing = self.state.model
         self._callbacks = list(callbacks)
         self._calls: dict[str, list[Hook]] = {hook: [] for hook in HOOKS}
@@ -150,17 +112,10 @@ class Observer:
         self._trains_in_eval_mode = False
         self._last_training = True  # mode of the model in the last training forward
         self._last_batch_size: int | None = None
-        self._roots: dict[int, weakref.ref[nn.Module]] = {}
-        self._trainable: dict[int, tuple[weakref.ref[nn.Module], weakref.ref[Tensor] | None, int]] = {}
-        self._models: dict[str, weakref.ref[nn.Module]] = {}
-        self._optimizers: dict[int, _Tracked] = {}
-        self._pretrained: set[int] = set()
         self._pending_backward: dict[str, Any] | None = None
-        self._leaves: list[weakref.ref[Tensor]] = []
-        self._dirty = True
-        self._discoveries = 0
         self._epochs: weakref.WeakKeyDictionary[Any, _Epoch] = weakref.WeakKeyDictionary()
-        self._by_hand: list[tuple[weakref.ref[Tensor], int, int | None, int]] = []
+        self._by_hand = HandSteps()
+        self._leaves: list[weakref.ref[Tensor]] = []
 
     # ------------------------------------------------------------------ life
 
@@ -198,9 +153,9 @@ class Observer:
     def know(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> None:
         """What trains, when it was made before watching began."""
         if model is not None:
-            self._add_root(model)
+            self.who.add_root(model)
         for optimizer in optimizers:
-            self._track(optimizer)
+            self.who.track(optimizer, self.state.step)
 
     def step_done(self) -> None:
         """The loop says that its step is over."""
@@ -223,21 +178,7 @@ class Observer:
 
         Nothing else of the script is run: what it does around the call may not bear doing twice.
         """
-        call = self.last_call
-        module = call.module() if call is not None else None
-        if call is None or module is None or self._window_forwards != 1:
-            return None
-        args, kwargs = _fasten(call.arguments), _fasten(call.keywords)
-        if args is _GONE or kwargs is _GONE:
-            return None
-
-        def replay() -> Tensor:
-            output = _any_tensor(module(*args, **kwargs))
-            if output is None:
-                raise TypeError("the module returned no tensor")
-            return output
-
-        return replay
+        return self.last_call.replay() if self.last_call is not None and self._window_forwards == 1 else None
 
     def watches(self) -> bool:
         """Whether a call on this thread, now, is part of the loop."""
@@ -245,23 +186,21 @@ class Observer:
 
     def watches_forward(self) -> bool:
         """`watches`, outside backward: what runs inside it is a recomputation."""
-        return self._active and not self._muted and not self.in_backward and (
-            self._owner is None or self._owner == threading.get_ident()
+        return (
+            self._active
+            and not self._muted
+            and not self.in_backward
+            and (self._owner is None or self._owner == threading.get_ident())
         )
 
     # ------------------------------------------------------------------ forward
 
     def forward_started(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An outermost module is about to run."""
-        trains = self._is_trainable(module)
-        if trains is None:
+        if not self.who.trains(module):
             return
         grad = torch.is_grad_enabled()
-        self.last_call = ModuleCall(
-            weakref.ref(module), _loosen(args), {k: _loosen(v) for k, v in kwargs.items()}, grad, module.training, user_line()
-        )
-        if not trains:
-            return
+        self.last_call = ModuleCall(module, args, kwargs)
         self._total_forwards += 1
         if not module.training:
             for epoch in self._epochs.values():
@@ -272,11 +211,11 @@ class Observer:
         self._arrive()
         self._end_eval()
         self._idle_forwards = 0
-        self._add_root(module)
+        self.who.add_root(module)
         self._begin()
         self._window_forwards += 1
         self._last_training = module.training
-        self._last_batch_size = _batch_size(args, kwargs)
+        self._last_batch_size = batch_size(args, kwargs)
 
     def forward_ended(self, module: nn.Module, output: Any) -> None:
         """An outermost module has returned. Listeners with an `outputs_made(state, module, output)` see what."""
@@ -294,7 +233,7 @@ class Observer:
     def _eval_forward(self, module: nn.Module, grad: bool) -> None:
         self._arrive()
         if grad:
-            self._add_root(module)
+            self.who.add_root(module)
             self._last_training = False
             self._last_batch_size = None
         if self._open or self._in_eval:
@@ -304,49 +243,23 @@ class Observer:
         if self._idle_forwards >= needed:
             self._begin_eval()
 
-    def _add_root(self, module: nn.Module) -> None:
-        if id(module) not in self._roots:
-            self._roots[id(module)] = weakref.ref(module, lambda _, key=id(module): self._roots.pop(key, None))
-            self._dirty = True
-
-    def _is_trainable(self, module: nn.Module) -> bool | None:
-        """None without parameters; looked at again now and then, as layers are made late and frozen or thawed."""
-        known = self._trainable.get(id(module))
-        if known is not None:
-            ref, witness, ttl = known
-            if ref() is module:
-                parameter = witness() if witness is not None else None
-                if parameter is not None and parameter.requires_grad:
-                    return True
-                if ttl > 0:
-                    self._trainable[id(module)] = (ref, witness, ttl - 1)
-                    return None if witness is None else False
-        found: Tensor | None = None
-        for parameter in module.parameters():
-            found = parameter
-            if parameter.requires_grad:
-                break
-        ref = weakref.ref(module, lambda _, key=id(module): self._trainable.pop(key, None))
-        self._trainable[id(module)] = (ref, weakref.ref(found) if found is not None else None, 8)
-        return None if found is None else found.requires_grad
-
     # ------------------------------------------------------------------ backward
 
     def backward_started(self, tensors: Any, retain_graph: bool, create_graph: bool) -> None:
         """`backward` is about to run on a loss (a tensor, or a sequence of them)."""
-        loss = _first_tensor(tensors)
+        loss = first_tensor(tensors)
         self._before_gradients()
         self._pending_backward = None
         if loss is not None:
-            self._pending_backward = dict(
-                retain_graph=retain_graph,
-                create_graph=create_graph,
-                scaled=self._scaled_losses > 0,
-                divided_by=divisor_of(loss),
-                batch_size=self._last_batch_size,
-                grad_mode_eval=not self._last_training,
-                loss_node=loss.grad_fn.name() if loss.grad_fn is not None else None,
-            )
+            self._pending_backward = {
+                "retain_graph": retain_graph,
+                "create_graph": create_graph,
+                "scaled": self._scaled_losses > 0,
+                "divided_by": divisor_of(loss),
+                "batch_size": self._last_batch_size,
+                "grad_mode_eval": not self._last_training,
+                "loss_node": loss.grad_fn.name() if loss.grad_fn is not None else None,
+            }
             if self._scaled_losses:
                 self._scaled_losses -= 1
                 self._grads_scaled = True
@@ -354,13 +267,13 @@ class Observer:
         self.in_backward += 1
 
     def grad_started(self, outputs: Any, inputs: Any, create_graph: bool) -> bool:
-        """`autograd.grad` is about to run. True when it computes gradients to step with, which ends in `backward_ended`."""
+        """`autograd.grad` is about to run. True when they are to step with; `backward_ended` follows."""
         given = [inputs] if isinstance(inputs, Tensor) else inputs
         if create_graph or (
             isinstance(given, list | tuple) and not any(isinstance(p, nn.Parameter) and p.requires_grad for p in given)
         ):
             return False
-        loss = _first_tensor(outputs)
+        loss = first_tensor(outputs)
         if loss is None:
             return False
         self._before_gradients()
@@ -380,24 +293,24 @@ class Observer:
         if self._pending_backward is not None:
             self._record("backward", **self._pending_backward)
             self._pending_backward = None
-        if not self._live_optimizers():
-            self._watch_by_hand()
+        if not self.who.optimizers(self.state.step):
+            self._by_hand.remember(self._trained_by_hand())
             self._ready("")
 
     def _before_gradients(self) -> None:
         self._owner = self._owner or threading.get_ident()
         self._arrive()
-        if self._in_eval or (self._idle_forwards and not self._last_training):
+        if not self._last_training and (self._in_eval or self._idle_forwards):
             # Its outputs are being differentiated: this model trains in eval mode.
             self._trains_in_eval_mode = True
         self._idle_forwards = 0
         self._end_eval()
         self._begin()
-        self._discover()
+        self._find_out()
         self._announced.clear()
 
     def _loss_is(self, loss: Tensor) -> None:
-        if not self._models and not self._optimizers:
+        if not self.who.any_model and not self.who.any_optimizer:
             self._leaves = [weakref.ref(leaf) for leaf in leaves_of(loss)]
         self.state.micro_loss = loss
         try:
@@ -411,18 +324,13 @@ class Observer:
         """An optimizer was built."""
         if not self.watches():
             return
-        params = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for known in self._optimizers.values():
-            other = known.ref()
-            if other is not None and known.stepped_at and any(id(p) in params for g in other.param_groups for p in g["params"]):
-                known.superseded = True
-        self._track(optimizer)
+        self.who.made(optimizer, self.state.step)
         self._record("optimizer_made", optimizer=id(optimizer), name=type(optimizer).__name__)
 
     def zero_grad(self, owner: Optimizer | nn.Module, set_to_none: bool) -> None:
         """Gradients are about to be cleared."""
         if isinstance(owner, Optimizer):
-            owner = self._track(owner).optimizer
+            owner = self.who.track(owner, self.state.step).optimizer
             params = [p for group in owner.param_groups for p in group["params"]]
         else:
             params = list(owner.parameters())
@@ -438,12 +346,12 @@ class Observer:
         if not self.watches():
             return None
         self._owner = self._owner or threading.get_ident()
-        self._track(optimizer)
+        self.who.track(optimizer, self.state.step)
         if id(optimizer) in self._stepped:
             self._close()
         self._end_eval()
         self._begin()
-        self._discover()
+        self._find_out()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             self._ready_for(optimizer)
@@ -470,15 +378,14 @@ class Observer:
         self._record("optimizer_step", optimizer=id(optimizer), taken=True, params=used)
         self._stepped.add(id(optimizer))
         self._taken.add(id(optimizer))
-        tracked = self._track(optimizer)
-        tracked.stepped_at, tracked.superseded = self.state.step + 1, False
+        self.who.stepped(optimizer, self.state.step + 1)
         self._grads_scaled = False
 
     def scheduler_step(self, scheduler: Any) -> None:
         """A schedule is about to move."""
         optimizer = getattr(scheduler, "optimizer", None)
         if isinstance(optimizer, Optimizer):
-            optimizer = self._track(optimizer).optimizer
+            optimizer = self.who.track(optimizer, self.state.step).optimizer
         self._record(
             "scheduler_step",
             scheduler=type(scheduler).__name__,
@@ -486,7 +393,8 @@ class Observer:
             position=getattr(scheduler, "last_epoch", None),
         )
         if isinstance(optimizer, Optimizer):
-            self.state.schedulers.setdefault(self._track(optimizer).name, weakref.proxy(scheduler))
+            name = self.who.track(optimizer, self.state.step).name
+            self.state.schedulers.setdefault(name, weakref.proxy(scheduler))
 
     # ------------------------------------------------------------------ loss scaling and clipping
 
@@ -505,7 +413,7 @@ class Observer:
         """Gradients are unscaled: complete, and not yet clipped."""
         self._grads_scaled = False
         if isinstance(optimizer, Optimizer):
-            self._track(optimizer)
+            self.who.track(optimizer, self.state.step)
             self._begin()
             self._ready_for(optimizer)
 
@@ -547,7 +455,7 @@ class Observer:
         )
         if num_grads and not self._grads_scaled and self._backwards:
             given = {id(p) for p in tensors}
-            for optimizer in self._live_optimizers().values():
+            for optimizer in self.who.optimizers(self.state.step).values():
                 if any(id(p) in given for group in optimizer.param_groups for p in group["params"]):
                     self._ready_for(optimizer)
 
@@ -555,10 +463,11 @@ class Observer:
 
     def mode_changed(self, module: nn.Module, mode: bool) -> None:
         """`train()` or `eval()` was called on a module from outside."""
-        root = id(module) in self._roots or any(ref() is unwrap(module) for ref in self._models.values())
+        root = self.who.is_root(module)
         if root:
             self._arrive()
-        self._record("train_mode" if mode else "eval_mode", module=type(module).__name__, module_id=id(module), root=root)
+        kind: EventKind = "train_mode" if mode else "eval_mode"
+        self._record(kind, module=type(module).__name__, module_id=id(module), root=root)
 
     def gradients_switched_off(self) -> None:
         """User code called `torch.set_grad_enabled(False)`."""
@@ -607,7 +516,7 @@ class Observer:
             forwards=forwards,
             backwards=backwards,
             root_training=forwards > 0 and epoch.root_training,
-            active=active_layers(self._live_models().items()) if idle and epoch.root_training else (),
+            active=active_layers(self.who.models().items()) if idle and epoch.root_training else (),
         )
         if backwards:
             self.state.epoch += 1
@@ -619,7 +528,7 @@ class Observer:
     def state_loaded(self, owner: Any) -> None:
         """`load_state_dict` was called on a module, an optimizer, a schedule or a scaler."""
         if isinstance(owner, nn.Module):
-            self._pretrained.update(id(module) for module in owner.modules())
+            self.who.pretrained.update(id(module) for module in owner.modules())
         self._record("state_loaded", target=target_of(owner), name=type(owner).__name__, id=id(owner))
 
     def saved(self, obj: Any) -> None:
@@ -650,8 +559,8 @@ class Observer:
         """Open the window of a new step, unless one is open."""
         if self._open:
             return
-        if self._dirty and self._optimizers:
-            self._discover()
+        if self.who.changed and self.who.any_optimizer:
+            self._find_out()
         self._open = self.state.in_step = True
         self.state.phase = "train"
         if self.started:
@@ -659,7 +568,7 @@ class Observer:
 
     def _arrive(self) -> None:
         """The loop goes on to something that belongs to no step that has been taken: close that one."""
-        if self._stepped or (self._by_hand and self._stepped_by_hand()):
+        if self._stepped or self._by_hand.taken():
             self._close()
 
     def _close(self) -> None:
@@ -685,7 +594,6 @@ class Observer:
         if not self.started:
             return
         self._in_eval = True
-        self.evaluations += 1
         self.state.phase = "eval"
         self._emit("on_eval_start")
 
@@ -697,7 +605,7 @@ class Observer:
         self.state.phase = "train"
 
     def _ready_for(self, optimizer: Optimizer) -> None:
-        self._ready(self._track(optimizer).name)
+        self._ready(self.who.track(optimizer, self.state.step).name)
 
     def _ready(self, name: str) -> None:
         """Gradients are complete: tell it once per optimizer and backward."""
@@ -710,76 +618,22 @@ class Observer:
         finally:
             self.state.stepping = ()
 
-    def _watch_by_hand(self) -> None:
-        """Without an optimizer, remember what the script would change if it stepped by hand."""
-        tensors: Iterable[Any] = (
-            (leaf() for leaf in self._leaves) if not self._models else (p for m in self._live_models().values() for p in m.parameters())
-        )
-        self._by_hand = [
-            (weakref.ref(p), p._version, id(p.grad) if p.grad is not None else None, p.grad._version if p.grad is not None else 0)
-            for p in tensors
-            if p is not None and p.requires_grad
-        ]
+    def _trained_by_hand(self) -> Iterable[Tensor]:
+        """What a loop without an optimizer would step: its models' parameters, or the leaves of its loss."""
+        models = self.who.models()
+        if models:
+            return [p for module in models.values() for p in module.parameters()]
+        return [leaf for ref in self._leaves if (leaf := ref()) is not None]
 
-    def _stepped_by_hand(self) -> bool:
-        """Whether a parameter was written to, or its gradient dropped or zeroed, since the last backward."""
-        moved = False
-        for ref, version, grad, grad_version in self._by_hand:
-            p = ref()
-            if p is None or (
-                p._version != version
-                or (id(p.grad) if p.grad is not None else None) != grad
-                or (p.grad is not None and p.grad._version != grad_version)
-            ):
-                moved = True
-                break
-        if moved:
-            self._by_hand = []
-        return moved
-
-    # ------------------------------------------------------------------ models, optimizers, names
-
-    def _track(self, optimizer: Optimizer) -> _Tracked:
-        known = self._optimizers.get(id(optimizer))
-        if known is not None and known.ref() is optimizer:
-            return known
-        inner = inner_optimizer(optimizer)
-        if inner is not optimizer:
-            return self._track(inner)
-        name = _free_name(type(optimizer).__name__.lower(), {t.name for t in self._optimizers.values()})
-        ref = weakref.ref(optimizer, lambda _, key=id(optimizer): self._optimizers.pop(key, None))
-        known = self._optimizers[id(optimizer)] = _Tracked(ref, name, user_line(), self.state.step)
-        self._dirty = True
-        return known
-
-    def _live_optimizers(self) -> dict[str, Optimizer]:
-        """Those in use: not replaced by a newer one over the same parameters, and not idle for long."""
-        found: dict[str, Optimizer] = {}
-        step = self.state.step
-        for tracked in list(self._optimizers.values()):
-            optimizer = tracked.ref()
-            if optimizer is None or tracked.superseded:
-                continue
-            if step - max(tracked.stepped_at, tracked.made_at) <= _IDLE_STEPS:
-                found[tracked.name] = optimizer
-        return found
-
-    def optimizer_lines(self) -> dict[str, SourceLine | None]:
-        """Where each optimizer was built, by name."""
-        return {tracked.name: tracked.source for tracked in self._optimizers.values()}
-
-    def _live_models(self) -> dict[str, nn.Module]:
-        return {name: module for name, ref in self._models.items() if (module := ref()) is not None}
-
-    def _discover(self) -> None:
-        """Find the models and the user's names for them, at the start and when a new one shows up."""
-        if not self._dirty or self._discoveries > _REDISCOVERIES:
+    def _find_out(self) -> None:
+        """Look for models and names, at the start and when somebody new has shown up."""
+        if not self.who.changed:
             return
-        self._dirty = False
-        self._discoveries += 1
         self._muted = True
         try:
-            self._name_things(sys._getframe(1))
+            self.who.name_all(sys._getframe(1), self.state.step)
+            models = self.who.models()
+            self.state.device = next((p.device for m in models.values() for p in m.parameters()), None)
         except Exception:
             self._on_trouble(traceback.format_exc())
         finally:
@@ -789,25 +643,6 @@ class Observer:
             self._emit("on_fit_start")
             if self._open:
                 self._emit("on_step_start")
-
-    def _name_things(self, frame: Any) -> None:
-        for key, tracked in list(self._optimizers.items()):
-            optimizer = tracked.ref()
-            if optimizer is not None and inner_optimizer(optimizer) is not optimizer:
-                del self._optimizers[key]  # it got the one inside after it was made
-        optimizers = list(self._live_optimizers().values())
-        called = [module for ref in list(self._roots.values()) if (module := ref()) is not None]
-        before = {id(module): name for name, module in self._live_models().items()}
-        found: dict[str, nn.Module] = {}
-        for name, module in find_models(frame, called, optimizers, self._pretrained).items():
-            found[before.get(id(module), name)] = module
-        self._models = {name: weakref.ref(module) for name, module in found.items()}
-        names = find_optimizer_names(frame, optimizers)
-        for key, tracked in self._optimizers.items():
-            if key in names and not tracked.named:  # once: listeners know it by its name
-                others = {t.name for t in self._optimizers.values() if t is not tracked}
-                tracked.name, tracked.named = _free_name(names[key], others), True
-        self.state.device = next((p.device for m in found.values() for p in m.parameters()), None)
 
     # ------------------------------------------------------------------ telling listeners
 
@@ -835,13 +670,13 @@ class Observer:
             return
         state = self.state
         self._muted = True
-        models = self._live_models()
+        models = self.who.models()
         if len(models) == 1:
             state.model = next(iter(models.values()))
         elif models:
             self._nothing._modules.update(models)
             self._nothing.training = next(iter(models.values())).training
-        state.optimizers = self._live_optimizers()
+        state.optimizers = self.who.optimizers(self.state.step)
         try:
             for call in list(calls):
                 try:
@@ -869,62 +704,5 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_silence_in_child)
 
 
-def _first_tensor(value: Any) -> Tensor | None:
-    if isinstance(value, Tensor):
-        return value
-    if isinstance(value, list | tuple):
-        return next((item for item in value if isinstance(item, Tensor)), None)
-    return None
-
-
-def _batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor) and value.dim():
-            return value.shape[0]
-    return None
-
-
 def _keys(obj: Any) -> tuple[str, ...]:
     return tuple([str(key) for key in obj][:256]) if isinstance(obj, dict) else ()
-
-
-def _loosen(value: Any) -> Any:
-    """The same arguments with tensors held weakly: an explanation may need them, and must not keep them."""
-    if isinstance(value, Tensor):
-        return weakref.ref(value)
-    if type(value) in (list, tuple):
-        return type(value)(_loosen(item) for item in value)
-    if type(value) is dict:
-        return {key: _loosen(item) for key, item in value.items()}
-    return value
-
-
-_GONE = object()
-
-
-def _fasten(value: Any) -> Any:
-    """The arguments that `_loosen` took apart, or `_GONE` when a tensor among them is dead."""
-    if isinstance(value, weakref.ref):
-        tensor = value()
-        return _GONE if tensor is None else tensor
-    if type(value) in (list, tuple):
-        items = [_fasten(item) for item in value]
-        return _GONE if any(item is _GONE for item in items) else type(value)(items)
-    if type(value) is dict:
-        pairs = {key: _fasten(item) for key, item in value.items()}
-        return _GONE if any(item is _GONE for item in pairs.values()) else pairs
-    return value
-
-
-def _any_tensor(value: Any) -> Tensor | None:
-    if isinstance(value, Tensor):
-        return value
-    inner: Iterable[Any] = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return next((found for item in inner if (found := _any_tensor(item)) is not None), None)
-
-
-def _free_name(name: str, taken: set[str]) -> str:
-    free, n = name, 2
-    while free in taken:
-        free, n = f"{name}_{n}", n + 1
-    return free

@@ -132,19 +132,28 @@ def _hide_from_compile(patches: Patches, wrapper: Callable[..., Any]) -> None:
 
 
 def _skip_frame(code: Any) -> None:
-    """Never compile this frame, but go on compiling what it calls. By the C functions: importing dynamo takes a second."""
+    """Never compile this frame, but what it calls. By the C functions: importing dynamo takes a second."""
     frames: Any = torch._C._dynamo.eval_frame
     if hasattr(frames, "skip_code"):  # until 2.7
         frames.skip_code(code)
     else:
-        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT))
+        frames.set_code_exec_strategy(
+            code, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+        )
 
 
 def _backward(observer: Observer, patches: Patches) -> None:
     """`Tensor.backward` ends in `torch.autograd.backward`, so one wrapper sees both."""
 
     def backward(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def call(tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False, *args: Any, **kwargs: Any) -> Any:
+        def call(
+            tensors: Any,
+            grad_tensors: Any = None,
+            retain_graph: Any = None,
+            create_graph: bool = False,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
             if observer.in_backward or not observer.watches():
                 return inner(tensors, grad_tensors, retain_graph, create_graph, *args, **kwargs)
             observer.backward_started(tensors, bool(retain_graph), create_graph)
@@ -159,8 +168,20 @@ def _backward(observer: Observer, patches: Patches) -> None:
         return call
 
     def grad(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def call(outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None, create_graph: bool = False, *args: Any, **kwargs: Any) -> Any:
-            if observer.in_backward or not observer.watches() or not observer.grad_started(outputs, inputs, create_graph):
+        def call(
+            outputs: Any,
+            inputs: Any,
+            grad_outputs: Any = None,
+            retain_graph: Any = None,
+            create_graph: bool = False,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            if (
+                observer.in_backward
+                or not observer.watches()
+                or not observer.grad_started(outputs, inputs, create_graph)
+            ):
                 return inner(outputs, inputs, grad_outputs, retain_graph, create_graph, *args, **kwargs)
             done = False
             try:

@@ -28,7 +28,7 @@ _STDLIB = tuple(
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 USER, LIBRARY, MACHINERY = 2, 1, 0
-"""How good a frame is as an answer: the user's own, an installed package's, or torch, safetrain and the standard library."""
+"""How good a frame is as an answer: the user's own, an installed package's, or torch, safetrain and the stdlib."""
 
 _grade: dict[str, int] = {}
 

@@ -59,7 +59,9 @@ class Watch:
         self._ignored = {code for code, how in policy.items() if how == "ignore"}
         self.report = Report(policy, jsonl=jsonl, show=show)
         guards = [*default_guards(self.report), SnapshotGuard(self.report, _user_values)]
-        judges = [listener.see for listener in (*guards, *loop_judges(), *precision_judges()) if hasattr(listener, "see")]
+        judges = [
+            listener.see for listener in (*guards, *loop_judges(), *precision_judges()) if hasattr(listener, "see")
+        ]
         self.observer = Observer(
             guards, judges=judges, on_finding=self._add, max_steps=max_steps, on_step=on_step, on_trouble=on_trouble
         )

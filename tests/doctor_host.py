@@ -67,7 +67,12 @@ def spawn(script: Sequence[str], options: Sequence[str] = (), *, cwd: Path, watc
 
 
 def fork(
-    script: Path, arguments: Sequence[str] = (), options: Sequence[str] = (), *, watched: bool = True, trouble: bool = False
+    script: Path,
+    arguments: Sequence[str] = (),
+    options: Sequence[str] = (),
+    *,
+    watched: bool = True,
+    trouble: bool = False,
 ) -> Ran:
     """Run in a child of this process: the same code, without importing torch again. `trouble`: a judge is meant to fail."""
     folder = Path(tempfile.mkdtemp())

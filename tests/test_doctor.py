@@ -72,7 +72,8 @@ def test_settings_made_before_torch_is_imported_still_count(tmp_path: Path) -> N
     )
     environ = {k: v for k, v in environment().items() if k != "OMP_NUM_THREADS"}
     bare, watched = (
-        subprocess.run(command([str(script)], watched=w), env=environ, capture_output=True, text=True, timeout=120) for w in (False, True)
+        subprocess.run(command([str(script)], watched=w), env=environ, capture_output=True, text=True, timeout=120)
+        for w in (False, True)
     )
     assert watched.stdout == bare.stdout
     assert watched.stdout.splitlines()[0] == "False"
@@ -95,7 +96,11 @@ def test_ctrl_c_ends_it_as_python_does_and_still_reports(write, tmp_path: Path) 
     """)
     out = tmp_path / "out.jsonl"
     process = subprocess.Popen(
-        command([str(script)], ["--json", str(out)]), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command([str(script)], ["--json", str(out)]),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
@@ -114,7 +119,9 @@ def test_a_terminated_job_reports_and_dies_of_the_signal(write, tmp_path: Path) 
         print("ready", flush=True)
         while True: time.sleep(0.1)
     """)
-    process = subprocess.Popen(command([str(script)]), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command([str(script)]), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.terminate()
     _, stderr = process.communicate(timeout=60)
@@ -169,7 +176,11 @@ def test_an_uncaught_error_is_explained_before_the_scripts_own_traceback(write) 
     explained, traceback = ran.err.split("Traceback (most recent call last)")
     assert "G121 backward-twice" in explained and "hidden" in explained
     assert "safetrain" not in traceback
-    assert traceback.rstrip().splitlines()[-1].startswith("RuntimeError: Trying to backward through the graph a second time")
+    assert (
+        traceback.rstrip()
+        .splitlines()[-1]
+        .startswith("RuntimeError: Trying to backward through the graph a second time")
+    )
 
 
 def test_an_ordinary_error_keeps_its_traceback_and_the_report(write) -> None:

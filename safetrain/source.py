@@ -63,7 +63,7 @@ def user_frame(frame: FrameType | None = None) -> FrameType | None:
 
     Starts at `frame`, or at the caller's. Do not keep the result: a frame holds its locals.
     """
-    here = frame if frame is not None else sys._getframe(1)
+    here: FrameType | None = frame if frame is not None else sys._getframe(1)
     second: FrameType | None = None
     while here is not None:
         kind = grade(here.f_code.co_filename)
@@ -71,7 +71,7 @@ def user_frame(frame: FrameType | None = None) -> FrameType | None:
             return here
         if kind == LIBRARY and second is None:
             second = here
-        here = here.f_back  # type: ignore[assignment]
+        here = here.f_back
     return second
 
 

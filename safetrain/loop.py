@@ -572,9 +572,12 @@ class Trainer:
         self._averages = Averages(self.device) if logging_step else None
         self._stepped.clear()
         self.listeners.on_step_start(state)
-        if self.compile_options is not None and not self._compile_checked:
-            self._verify_compiled(self.compile_options, window)
+        check_compiled = self.compile_options is not None and not self._compile_checked
+        if check_compiled:
+            self._verify_compiled(window)
         self.train_step(window)
+        if check_compiled:
+            compiling.warn_if_uncalled(self.model)
         if state.scaler is not None and self._stepped:
             state.scaler.update()
         state.step += 1
@@ -587,10 +590,17 @@ class Trainer:
         if state.attached_metrics:
             state.attached_metrics = set()
 
-    def _verify_compiled(self, options: CompileOptions, window: Sequence[Any]) -> None:
-        """On the first window, where `options.verify` asks for it: compare loss and gradients with eager ones."""
+    def _verify_compiled(self, window: Sequence[Any]) -> None:
+        """On the first window, where `compile.verify` asks for it: compare loss and gradients with eager ones."""
+        options = self.compile_options
+        assert options is not None
         self._compile_checked = True
         if options.verify:
+            if type(self).training_step is Trainer.training_step:
+                raise ConfigError(
+                    f"compile.verify compares the loss of training_step, which {type(self).__name__} has not "
+                    "(it overrides train_step); set compile.verify to false"
+                )
             reduced = self.precision != "fp32"
             compiling.verify(self.model, lambda: self._loss_of(window), options, reduced_precision=reduced)
         self._find_outside()  # the first call of a lazy module makes its parameters

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from safetrain import activation_checkpoint, compile
+from safetrain import Trainer, activation_checkpoint, compile
 from safetrain.activation_checkpoint import CheckpointOptions
 from safetrain.compile import CompileOptions
 from safetrain.errors import ConfigError
@@ -379,6 +380,83 @@ def test_a_recomputed_module_can_be_excluded_and_both_undone_in_any_order() -> N
     assert _close(plain, model)
     compile.undo(model)
     assert "forward" not in vars(model.body) and _close(plain, model)
+
+
+# ---- in the Trainer --------------------------------------------------------------------------------------------------
+
+
+class Regression(Trainer):
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        return self.model(batch[0]).square().mean()
+
+
+def _trained(cls: type[Trainer] = Regression, model: nn.Module | None = None, **settings: Any) -> Trainer:
+    model = _net(drop=0.2) if model is None else model
+    trainer = cls(model, torch.optim.SGD(model.parameters(), lr=0.1), max_steps=4, seed=3, guards="off", **settings)
+    trainer.fit([[X + step] for step in range(4)])
+    return trainer
+
+
+def _same_state(first: Trainer, second: Trainer, **tolerance: float) -> bool:
+    one, two = first.model.state_dict(), second.model.state_dict()
+    return list(one) == list(two) and all(torch.allclose(one[name], two[name], **tolerance) for name in one)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_compiled_training_ends_where_the_eager_one_does(precision: str) -> None:
+    eager = _trained(precision=precision)
+    compiled = _trained(precision=precision, compile=CompileOptions(backend="aot_eager", verify=True))
+    assert compile.compiled(compiled.model) == [""]
+    assert _same_state(eager, compiled, atol=1e-6 if precision == "fp32" else 2e-2)
+
+
+def test_a_training_whose_compiler_fails_ends_in_the_bits_of_the_eager_one() -> None:
+    eager = _trained()
+    with pytest.warns(RuntimeWarning, match="no such thing as a compiler"):
+        fallen_back = _trained(compile=CompileOptions(backend=_failing_backend))  # type: ignore[arg-type]
+    assert _same_state(eager, fallen_back, rtol=0, atol=0)
+
+
+def test_the_trainer_refuses_before_a_wrong_gradient_reaches_the_weights() -> None:
+    class Domain(Trainer):
+        def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+            return _adversarial_loss(self.model)
+
+    torch.manual_seed(0)
+    model = Adversarial()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ConfigError, match="differs from the eager one"):
+        _trained(Domain, model, compile=CompileOptions(backend="aot_eager", verify=True))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_the_trainer_says_when_compiling_has_no_effect() -> None:
+    class PartByPart(Trainer):
+        def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+            return self.model.head(self.model.body(batch[0])).square().mean()
+
+    with pytest.warns(RuntimeWarning, match="no step called the model"):
+        _trained(PartByPart, compile=AOT)
+
+
+def test_verify_without_a_training_step_is_refused() -> None:
+    class Own(Trainer):
+        def train_step(self, window: Sequence[Any]) -> None:
+            self.zero_grad()
+            self.backward(self.model(window[0][0]).sum())
+            self.optimizer_step()
+
+    _trained(Own, compile=AOT)
+    with pytest.raises(ConfigError, match="which Own has not"):
+        _trained(Own, compile=CompileOptions(backend="aot_eager", verify=True))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_recomputing_training_ends_in_the_bits_of_the_plain_one(precision: str) -> None:
+    plain = _trained(precision=precision)
+    recomputing = _trained(precision=precision, activation_checkpoint="body")
+    assert activation_checkpoint.applied(recomputing.model) == ["body"]
+    assert _same_state(plain, recomputing, rtol=0, atol=0)
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class Watch(Callback):
         self._roots: set[int] = set()
         self._made_late: set[int] = set()
         self._thawed_late: set[int] = set()
-        self._first_seen: dict[int, int] = {}
+        self._first_seen: dict[int, tuple[int, weakref.ref[Tensor], int]] = {}
         self._told: set[Any] = set()
         self._moving: dict[str, Tensor] = {}
         self._moved: dict[str, int] = {}
@@ -189,11 +189,13 @@ class Watch(Callback):
         ripe = False
         for held in (*self.coverage.uncovered, *self.coverage.strays):
             tensor = held.tensor
-            if tensor is not None and tensor.grad is not None:
-                key = id(tensor)
-                if self._first_seen.setdefault(key, step) < step:
-                    ripe = True
-                    self.had.add(key)
+            grad = tensor.grad if tensor is not None else None
+            if grad is None:
+                continue
+            first, ref, version = self._first_seen.setdefault(id(tensor), (step, weakref.ref(grad), grad._version))
+            if first < step and (ref() is not grad or version != grad._version):  # not one left over from long ago
+                ripe = True
+                self.had.add(id(tensor))
         if not ripe:
             return
         mark = (self.version, len(self.had))
@@ -203,9 +205,8 @@ class Watch(Callback):
         evidence = rules.GradientEvidence(self.had, self._made_late, self._thawed_late)
         lines = {name: self.lines.get(id(opt)) for name, opt in state.optimizers.items()}
         for finding in rules.judge_coverage(self.coverage, evidence, state.model, lines):
-            finding.first_step = min(
-                (self._first_seen.get(id(h.tensor), step) for h in self.coverage.uncovered), default=step
-            )
+            seen = [self._first_seen[id(h.tensor)][0] for h in self.coverage.uncovered if id(h.tensor) in self.had]
+            finding.first_step = min(seen, default=step)
             if (finding.code, *finding.params) not in self._told:
                 self._told.add((finding.code, *finding.params))
                 self.report.add(finding, step=step)

@@ -97,12 +97,19 @@ class BatchNormGuard(Callback):
         self._micro_step = 0
         self._small = 0
         self._batch_size: int | None = None
+        self._backwards = 0  # since gradients were last cleared or used, as far as a foreign loop tells
+        self._micro_batches = 0
         self._told: set[str] = set()
 
     def see(self, event: LoopEvent) -> None:
         """Take note of a foreign loop's event."""
-        if event.kind == "backward" and event.data.get("batch_size"):
-            self._batch_size = int(event.data["batch_size"])
+        if event.kind == "backward" and not event.data.get("grad_mode_eval"):
+            self._backwards += 1
+            self._batch_size = event.data.get("batch_size") or self._batch_size
+        elif event.kind == "zero_grad" and event.data.get("params"):
+            self._backwards = 0
+        elif event.kind == "optimizer_step" and self._backwards:
+            self._micro_batches, self._backwards = self._backwards, 0
 
     def on_fit_start(self, state: RunState) -> None:
         self._scan(state)
@@ -195,7 +202,7 @@ class BatchNormGuard(Callback):
                 self._report.add(finding, step=state.current_step)
 
     def _judge_batch(self, state: RunState) -> None:
-        micro_batches = state.micro_step - self._micro_step
+        micro_batches = self._micro_batches or state.micro_step - self._micro_step
         size = self._batch_size or (state.num_samples // micro_batches if micro_batches and state.num_samples else 0)
         if not size or not micro_batches:
             return

@@ -143,7 +143,7 @@ class Windows:
             return
         per_element = [w.per_element for w in known]
         counts = [w.count or 0.0 for w in known]
-        if max(per_element) < 1.25 * min(per_element):
+        if max(per_element) < 1.25 * min(per_element) or _follows_batch_size(micros, counts):
             return
         place = place_of(micros[-1].event)
         self._uneven[place] = self._uneven.get(place, 0) + 1
@@ -176,6 +176,15 @@ class Windows:
             cause="losses of an accumulation window are not divided by its number of micro-batches",
             fix=f"(loss / {len(micros)}).backward()",
         )
+
+
+def _follows_batch_size(micros: Sequence[_Micro], counts: Sequence[float]) -> bool:
+    """Only the number of samples differs, as it does for the last batch of an epoch."""
+    sizes = [m.event.data.get("batch_size") or 0 for m in micros]
+    if not all(sizes):
+        return False
+    per_sample = [count / size for count, size in zip(counts, sizes, strict=True)]
+    return max(per_sample) < 1.01 * min(per_sample)
 
 
 def _divisor(micro: _Micro) -> float | None:

@@ -217,7 +217,7 @@ class Screen:
         try:
             self._findings += find_silent_writes(self.record, loss, model, self._leaves)
         finally:
-            self.record.suspended = False
+            self.record.suspended = self.record.failed
 
     def stop(self) -> bool:
         """End the record. False when another dispatch mode that was entered later is still on: call again after it."""
@@ -236,6 +236,8 @@ class Screen:
 
         When the step has `failed`, its recomputations are left out: the error tells of them, or cut them short.
         """
+        if self.record.failed:
+            return []
         recomputed = [] if failed else self._random.findings() or find_recompute_differences(self.record)
         return [*self._findings, *recomputed, *self._alias.findings()]
 
@@ -277,7 +279,10 @@ class AutopsyGuard(Callback):
         self._earlier_backward = self._last_backward
         self._last_backward = _next_node()
         if self._screen is not None and self._screen.running and state.micro_loss is not None:
-            self._screen.before_backward(state.micro_loss)
+            try:
+                self._screen.before_backward(state.micro_loss)
+            except Exception:
+                self._give_up()
 
     def on_step_end(self, state: RunState) -> None:
         """Report what the first step showed."""
@@ -291,7 +296,21 @@ class AutopsyGuard(Callback):
             return
         self._screen, self._record = None, screen.record
         self.screen_elapsed_s = screen.elapsed_s
-        self.report.extend(screen.findings(failed=failed), step=state.current_step)
+        try:
+            findings = screen.findings(failed=failed)
+        except Exception:
+            self._give_up()
+            return
+        self.report.extend(findings, step=state.current_step)
+
+    def _give_up(self) -> None:
+        """A fault of the screen must not become one of the run."""
+        _log.warning("safetrain could not screen the first step; the run is not affected", exc_info=True)
+
+    def on_fit_end(self, state: RunState) -> None:
+        """End a screen that the run left in the middle of its first step."""
+        if self._screen is not None:
+            self._finish_screen(state, failed=True)
 
     def on_exception(self, state: RunState) -> None:
         """Explain the error, record the finding, and attach it to the error."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from typing import TYPE_CHECKING
@@ -12,11 +13,13 @@ from torch import Tensor
 from safetrain.callbacks.base import Callback
 from safetrain.errors import NonFiniteError
 from safetrain.rules.autopsy import explain_nonfinite, find_nonfinite_gradients, find_nonfinite_loss
+from safetrain.source import user_frame
 
 if TYPE_CHECKING:
     from safetrain.findings import Finding, Report
     from safetrain.state import RunState
 
+_log = logging.getLogger("safetrain")
 _SHORT = 64
 
 
@@ -43,10 +46,9 @@ class FiniteGuard(Callback):
         if math.isfinite(number) or (state.scaler is not None and math.isinf(number)):
             return  # a scaled loss may overflow: the scaler skips that step and scales less
         self._told = True
-        finding = None
-        if state.replay is not None:
-            finding = explain_nonfinite(state.model, state.replay)
-        finding = finding or find_nonfinite_loss(state.model, loss)
+        finding = _by_replay(state)
+        if finding is None or finding.code != "P211":  # the fault is outside what can be replayed
+            finding = find_nonfinite_loss(state.model, loss, frame=user_frame())
         if finding is not None:
             self.report.add(finding, step=state.current_step)
 
@@ -62,9 +64,7 @@ class FiniteGuard(Callback):
         if math.isfinite(_total(probe.grad)):
             return
         self._told = True
-        finding = None
-        if state.replay is not None and state.batch is not None:
-            finding = explain_nonfinite(state.model, state.replay)
+        finding = _by_replay(state)
         self._pending = [finding] if finding is not None else find_nonfinite_gradients(state.model)
 
     def on_step_end(self, state: RunState) -> None:
@@ -83,6 +83,16 @@ class FiniteGuard(Callback):
         probe = min(early, key=lambda p: p.numel(), default=None)
         self._probe = weakref.ref(probe) if probe is not None else None
         return probe
+
+
+def _by_replay(state: RunState) -> Finding | None:
+    if state.replay is None:
+        return None
+    try:
+        return explain_nonfinite(state.model, state.replay)
+    except Exception as error:
+        _log.debug("the step could not be replayed: %s", error)
+        return None
 
 
 def _total(gradient: Tensor) -> float:

@@ -83,6 +83,7 @@ class Observer:
         on_trouble: Callable[[str], None] | None = None,
     ) -> None:
         self.state = RunState(model=Models(), optimizers={})
+        self.state.replay = self._replay_now
         self.window: list[LoopEvent] = []
         self.last_call: ModuleCall | None = None
         self.gradients_off_at: SourceLine | None = None
@@ -171,7 +172,14 @@ class Observer:
         try:
             self._emit("on_exception")
         finally:
-            state.exception = state.replay = None
+            state.exception, state.replay = None, self._replay_now
+
+    def _replay_now(self) -> Tensor:
+        """`_replay`, looked for when it is called: for listeners that find a number gone bad before any error."""
+        replay = self._replay()
+        if replay is None:
+            raise LookupError("this step called several modules, or the arguments are gone")
+        return replay()
 
     def _replay(self) -> Callable[[], Tensor] | None:
         """The module call of this step again, when there was a single one and its arguments are still there.

@@ -8,6 +8,7 @@ references, so nothing lives longer because it was recorded.
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
@@ -24,6 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from safetrain.findings import SourceLine
 from safetrain.source import USER, frame_locals, grade, line_text
+
+_log = logging.getLogger("safetrain")
 
 _next_sequence_nr = torch._C._autograd._get_sequence_nr
 _current_graph_task = torch._C._current_graph_task_id
@@ -196,6 +199,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.items: dict[float, int] = {}
         """Numbers that `item()` gave out → index of that operation."""
         self.suspended = False
+        self.failed = False
+        """Something went wrong while recording: the record ends there, and shows nothing reliable."""
         self._check_finite = check_finite
         self._watchers = list(watchers)
         self._tensors: dict[int, tuple[weakref.ref[Tensor], int]] = {}
@@ -218,14 +223,35 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.suspended or any(issubclass(t, FakeTensor) for t in types):
-            return func(*args, **kwargs)
         if func is _READ_NUMBER and not isinstance(args[0], Tensor):
             return args[0]  # a number that autograd had saved as a tensor arrives as itself; torch cannot read it again
+        if self.suspended or any(issubclass(t, FakeTensor) for t in types):
+            return func(*args, **kwargs)
+        frame = sys._getframe(1)
+        try:
+            op, written = self._before(func, args, kwargs, frame)
+        except Exception:
+            self._give_up()
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        try:
+            self._after(op, result, written, frame)
+        except Exception:
+            self._give_up()
+        return result
+
+    def _give_up(self) -> None:
+        """A fault of the record must not become one of the run."""
+        self.suspended = self.failed = True
+        _log.warning("safetrain stopped recording this step; the run is not affected", exc_info=True)
+
+    def _before(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> tuple[Op, list[Tensor]]:
+        """Note what an operation is about to read and write. Returns it with the tensors that it writes."""
         info = _info_of(func)
         op = Op(len(self.ops), info.name)
         read, written, op.scalars = _arguments(info, args, kwargs)
-        frame = sys._getframe(1)
         op.stack, op.checkpoint, op.selective = _where(frame)
         op.grad_enabled = torch.is_grad_enabled()
         op.task = _current_graph_task()
@@ -240,13 +266,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ops.append(op)
         for watcher in self._watchers:
             watcher.before(op, info, read, written, frame)
-        result = func(*args, **kwargs)
+        return op, written
+
+    def _after(self, op: Op, result: Any, written: list[Tensor], frame: FrameType) -> None:
+        """Note what it made."""
         self._note_results(op, result, written)
         if self._check_finite:
             self._note_finite(op, result, frame)
         for watcher in self._watchers:
             watcher.after(op, written)
-        return result
 
     def _input(self, tensor: Tensor) -> Input:
         storage = _storage_key(tensor)

@@ -80,8 +80,7 @@ class RunState:
     replay: Callable[[], Tensor] | None = None
     """Runs the micro-batch in `batch` forward again and returns its loss: for a replay that is undone afterwards.
 
-    The Trainer sets it for the whole of `fit`. A driver of a foreign loop sets it during `on_exception`, if at all, and
-    gives what the model returned.
+    In a foreign loop it calls the model again and returns its output, or raises LookupError where that cannot be done.
     """
     gradients_off_at: SourceLine | None = None
     """The user's line that last called `torch.set_grad_enabled(False)`, where a driver sees it. During `on_exception`."""

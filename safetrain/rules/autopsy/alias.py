@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from safetrain import syntax
@@ -157,7 +156,7 @@ def _written_by_layer(frame: FrameType) -> bool:
     """Whether torch's own layers made the write: nn.ReLU(inplace=True) and its like, called for their result."""
     here: FrameType | None = frame
     while here is not None and grade(here.f_code.co_filename) != USER:
-        if f"{torch.nn.__name__}." in here.f_globals.get("__name__", "") + ".":
+        if str(here.f_globals.get("__name__", "")).startswith(("torch.nn.modules.", "torch.nn.functional")):
             return True
         here = here.f_back
     return False

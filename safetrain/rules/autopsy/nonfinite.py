@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from safetrain import syntax
 from safetrain.findings import Finding, SourceLine
 from safetrain.recorder import Op, Recorder
 from safetrain.replay import unchanged
-from safetrain.rules.autopsy.carried import file_of_class
+from safetrain.rules.autopsy.callsite import find_call
+from safetrain.rules.autopsy.carried import binding_of
 from safetrain.rules.autopsy.catalogue import NONFINITE_GRAD, NONFINITE_LOSS
+from safetrain.rules.autopsy.failure import names_in
 from safetrain.saved import nodes_of, saved_by
 
 _DELIBERATE = frozenset(
@@ -39,19 +41,19 @@ def explain_nonfinite(model: nn.Module, replay: Callable[[], Tensor], *, scale: 
         weights = _bad_weights(model)
         if not bool(torch.isfinite(loss.detach()).all()):
             return _bad_weights_finding(weights) if weights else _loss_finding(record, loss)
-        if loss.grad_fn is None or loss.numel() != 1:
+        if loss.grad_fn is None:
             return None
         start = len(record.ops)
         with record:
-            torch.autograd.backward(loss * scale)
+            torch.autograd.backward(loss.sum() * scale)
         return _gradient_finding(record, model, start)
 
 
-def find_nonfinite_loss(model: nn.Module, loss: Tensor, record: Recorder | None = None) -> Finding | None:
+def find_nonfinite_loss(model: nn.Module, loss: Tensor, *, frame: FrameType | None = None) -> Finding | None:
     """P211 from the graph of a loss that has not been differentiated yet, where nothing can be run again. Host syncs.
 
-    The first node that saved a NaN (for Inf: an Inf) names the operation; the line comes from `record` if that saw it,
-    else from the one line of the model's classes that calls it. P206 when weights are to blame. None for a finite loss.
+    The first node that saved a NaN (for Inf: an Inf) names the operation; its line is looked for in the source of the
+    model's classes and of `frame`, the user's loop. P206 when weights are to blame. None for a finite loss.
     """
     value = loss.detach()
     if bool(torch.isfinite(value).all()):
@@ -62,22 +64,19 @@ def find_nonfinite_loss(model: nn.Module, loss: Tensor, record: Recorder | None 
     wants_nan = bool(torch.isnan(value).any())
     name, node = _first_bad_node(loss, torch.isnan if wants_nan else torch.isinf)
     word = "NaN" if wants_nan else "Inf"
-    if name is None:
-        return NONFINITE_LOSS.finding(
-            f"the loss is {word}; nothing that its graph saved is, so the last operations before it made it",
-            op=loss.grad_fn.name() if loss.grad_fn is not None else None,
-            cause="inferred from the graph, not replayed",
-        )
-    maker = record.maker(node) if record is not None and node is not None else None
-    place, module = (maker.source, None) if maker is not None else _where_called(model, name)
+    last = name is None  # nothing that was saved is bad: the last operation made it
+    name, node = (_plain_name(loss.grad_fn), loss.grad_fn) if name is None else (name, node)
+    place, inside = find_call(model, frame, name, _neighbours(loss, node))
+    if place is None and last and frame is not None:
+        place = _binding_of_value(frame, loss)
     where = f" on line {place.line}: `{place.text}`" if place is not None else ""
-    inside = f" in {module}" if module else ""
+    within = f" in {inside}" if inside else ""
     return NONFINITE_LOSS.finding(
-        f"the loss is {word}: the first value in its graph that was not finite came from {name}{inside}{where}",
+        f"the loss is {word}: the first value in its graph that was not finite came from {name}{within}{where}",
         source=place,
-        module=module,
+        module=inside,
         op=name,
-        cause=f"{name}{inside} gave {word} (inferred from what the graph saved, not replayed)",
+        cause=f"{name}{within} gave {word} (inferred from what the graph saved and from the source, not replayed)",
         fix=_remedy_for(name, masked=True),
     )
 
@@ -101,24 +100,26 @@ def _first_bad_node(loss: Tensor, is_bad: Callable[[Tensor], Tensor]) -> tuple[s
     return None, None
 
 
+def _binding_of_value(frame: FrameType, value: Tensor) -> SourceLine | None:
+    """Where the user's frame bound the name that holds a tensor."""
+    for name, held in names_in(frame).items():
+        if held is value:
+            return binding_of(frame.f_code.co_filename, name, frame.f_lineno)
+    return None
+
+
 def _plain_name(node: Any) -> str:
     """`softmax` of `SoftmaxBackward0`."""
     name = re.sub(r"Backward\d*$", "", node.name())
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
-def _where_called(model: nn.Module, name: str) -> tuple[SourceLine | None, str | None]:
-    """The only line of the model's own classes that calls an operation of that name, and the class."""
-    found: list[tuple[SourceLine, str]] = []
-    for kind in {type(m) for m in model.modules()}:
-        filename = file_of_class(kind)
-        node = syntax.class_at(filename, kind.__name__) if filename is not None else None
-        if filename is not None and node is not None:
-            found += [
-                (line, kind.__name__)
-                for line in syntax.lines_where(filename, lambda n: syntax.is_call_of(n, name), inside=node)
-            ]
-    return found[0] if len(found) == 1 else (None, None)
+def _neighbours(loss: Tensor, node: Any) -> set[str]:
+    """Names of the operations just before and after a node."""
+    near = {child for child, _ in node.next_functions if child is not None}
+    near |= {grandchild for child in near for grandchild, _ in child.next_functions if grandchild is not None}
+    near |= {parent for parent in nodes_of(loss.grad_fn) if any(child is node for child, _ in parent.next_functions)}
+    return {_plain_name(n) for n in near if not hasattr(n, "variable")}
 
 
 def _bad_weights_finding(weights: list[str]) -> Finding:

@@ -7,6 +7,7 @@ import sys
 import weakref
 from types import FrameType
 
+import torch
 from torch import Tensor, nn
 
 from safetrain import syntax
@@ -44,7 +45,8 @@ def find_silent_writes(
     """
     if loss.grad_fn is None:
         return []
-    names = {t.untyped_storage()._cdata: name for name, t in (*model.named_buffers(), *model.named_parameters())}
+    named = [*model.named_buffers(), *model.named_parameters()]
+    names = {t.untyped_storage()._cdata: name for name, t in named if t.layout is torch.strided}
     writes: dict[int, list[tuple[Op, Region]]] = {}
     for op in record.ops:
         for storage, region in zip(op.writes, op.regions, strict=True):
@@ -56,7 +58,7 @@ def find_silent_writes(
         if maker is None or maker.checkpoint is not None:
             continue
         for saved in saved_by(node):
-            if saved.tensor is None or saved.field in _UNUSED_SAVES:
+            if saved.tensor is None or saved.field in _UNUSED_SAVES or saved.tensor.layout is not torch.strided:
                 continue
             storage = saved.tensor.untyped_storage()._cdata
             if storage in found or storage not in writes:
@@ -82,7 +84,9 @@ def _replaced(nodes: list[object], leaves: LeafWatcher, model: nn.Module) -> dic
         if not isinstance(leaf, Tensor) or known is None or known[0]() is not leaf:
             continue
         _, storage, version, saver = known
-        if leaf.untyped_storage()._cdata != storage and leaf._version == version:  # a counted write raises by itself
+        if (
+            leaf.layout is torch.strided and leaf.untyped_storage()._cdata != storage and leaf._version == version
+        ):  # a counted write raises by itself
             found[storage] = _finding(saver, None, names.get(id(leaf)), "given other data (`.data = …`)")
     return found
 

@@ -6,8 +6,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from safetrain.activation_checkpoint import CheckpointOptions as CheckpointOptions
     from safetrain.bare_loop import watch as watch
     from safetrain.callbacks.base import Callback as Callback
+    from safetrain.compile import CompileOptions as CompileOptions
     from safetrain.errors import BatchError as BatchError
     from safetrain.errors import CheckpointError as CheckpointError
     from safetrain.errors import ConfigError as ConfigError
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
     from safetrain.findings import Finding as Finding
     from safetrain.loop import Trainer as Trainer
     from safetrain.rng import seed_everything as seed_everything
+    from safetrain.rules.gradient import find_missing_grads as find_missing_grads
+    from safetrain.rules.gradient import find_optimizer_mismatches as find_optimizer_mismatches
+    from safetrain.rules.graph import find_retained_graphs as find_retained_graphs
     from safetrain.state import RunState as RunState
     from safetrain.weighting import StepOutput as StepOutput
 
@@ -29,7 +34,12 @@ _HOMES = {
     "Callback": "callbacks.base",
     "Finding": "findings",
     "seed_everything": "rng",
+    "CompileOptions": "compile",
+    "CheckpointOptions": "activation_checkpoint",
     "watch": "bare_loop",
+    "find_retained_graphs": "rules.graph",
+    "find_missing_grads": "rules.gradient",
+    "find_optimizer_mismatches": "rules.gradient",
     "SafetrainError": "errors",
     "ConfigError": "errors",
     "BatchError": "errors",

@@ -1,0 +1,21 @@
+"""When sparse readings are taken, and of what."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    pass
+
+
+def is_sample(step: int) -> bool:
+    """Steps (counted from 1) at which sparse readings are taken: 2, 3, 4, 8, 16, 32 and every 64th."""
+    return step in (2, 3, 4, 8, 16, 32) or step % 64 == 0
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """An ordinary dense tensor: sparse and distributed ones are not measured here."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided

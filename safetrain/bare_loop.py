@@ -79,6 +79,14 @@ class watch:
         """
         assert self._watch is not None, "step() belongs into the `with` block"
         self._watch.observer.step_done()
+        return self.raise_if_failed()
+
+    def raise_if_failed(self) -> list[Finding]:
+        """What was found since the last call, without saying that the step is over.
+
+        Raises:
+            GuardError: there is an error among it (with `strict`: a warning).
+        """
         new = self.findings[self._told :]
         self._told = len(self.findings)
         bad = [f for f in new if f.severity == "error" or (self._strict and f.severity == "warning")]

@@ -1,4 +1,4 @@
-"""Scripts as people write them: the same to the bit under the doctor, healthy when they are, and the planted fault found."""
+"""Scripts as people write them: the same to the bit under the doctor, not accused, and the planted fault found."""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@
 
 Files end where they end, so the last piece of each is shorter. The step therefore returns a `StepOutput`: the sum of
 the loss and how many characters it is over. However a window is split, every character counts the same.
+
+It passes the 4-gram. The 5-gram has counted all of the text, of which these steps see 1.5 million characters.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class NumbersGuard(Callback):
             self._causes.update(rules.zero_gradient_causes(state.micro_loss, wanted))
 
     def on_backward_end(self, state: RunState) -> None:
-        if not is_sample(state.current_step):
+        if not is_sample(state.step + 1):
             return
         self._turn += 1
         stepping = state.stepping or tuple(state.optimizers)

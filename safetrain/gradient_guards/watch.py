@@ -122,18 +122,18 @@ class Watch(Callback):
 
     def on_backward_end(self, state: RunState) -> None:
         changes = self._changes
-        if changes is None or not changes.is_of(state.model) or changes.optimizers_changed(state.optimizers):
+        if changes is None or not changes.is_of(state.model):
             self._rebuild(state)
         elif state.step >= self._next_check:
-            self._next_check = state.step + changes.interval
-            if changes.model_changed():
+            self._next_check = state.step + (changes.interval if state.step > 3 else 1)
+            if changes.optimizers_changed(state.optimizers) or changes.model_changed():
                 self._rebuild(state)
         coverage = self.coverage
         if coverage.uncovered:
             self._judge_uncovered(state)
         if coverage.shared:
             self._judge_shared(state)
-        if coverage.frozen_held and is_sample(state.current_step):
+        if coverage.frozen_held and is_sample(state.step + 1):
             self._keep_frozen()
         if self._check_freezes:
             self._judge_freezes(state)
@@ -143,7 +143,7 @@ class Watch(Callback):
         self.coverage = read_coverage(model, state.optimizers)
         self.version += 1
         self._changes = ChangeDetector(model, state.optimizers)
-        self._next_check = state.step + self._changes.interval
+        self._next_check = state.step + (self._changes.interval if state.step > 3 else 1)
         now: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
         roots = list(model.children()) if type(model).__name__ == "Models" else [model]
         for root in roots:

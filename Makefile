@@ -7,13 +7,13 @@ READY := $(VENV)/.ready
 # Tests and demo run tiny models: one thread is faster than many, and leaves the machine usable.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-fast check lint types format clean
+.PHONY: help demo test test-all check lint types format clean
 
 help:
 	@echo "make demo       train handwritten digits, print the summary and the TensorBoard command"
-	@echo "make test       all tests"
-	@echo "make test-fast  all but the slow ones"
-	@echo "make check      ruff, mypy and all tests: what must pass before a change lands"
+	@echo "make test       the tests, some minutes on two cores"
+	@echo "make test-all   the slow ones as well: exhaustive resumes, compilers, whole trainings"
+	@echo "make check      ruff, mypy and the tests: what must pass before a change lands"
 	@echo "make format     let ruff rewrite the sources"
 
 $(READY): pyproject.toml constraints.txt
@@ -25,10 +25,10 @@ demo: $(READY)
 	@$(PY) -m safetrain run examples/configs/digits.yaml
 
 test: $(READY)
-	$(PY) -m pytest
-
-test-fast: $(READY)
 	$(PY) -m pytest -m "not slow"
+
+test-all: $(READY)
+	$(PY) -m pytest
 
 lint: $(READY)
 	$(PY) -m ruff check .

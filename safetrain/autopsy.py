@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from safetrain.callbacks.base import Callback
 from safetrain.errors import NonFiniteError
-from safetrain.findings import Finding, Report, SourceLine
+from safetrain.findings import Finding, Report, Rule, SourceLine
 from safetrain.recorder import Recorder
 from safetrain.replay import unchanged
 from safetrain.rules.autopsy import (
@@ -29,6 +29,7 @@ from safetrain.rules.autopsy import (
     Failure,
     LeafWatcher,
     RandomWatcher,
+    catalogue,
     explain_backward_twice,
     explain_inference_tensor,
     explain_inplace_modified,
@@ -64,6 +65,15 @@ _EXPLAINERS: tuple[tuple[str, Callable[[Failure], Finding]], ...] = (
     ("torch.utils.checkpoint: ", explain_recompute_mismatch),
     ("nference tensor", explain_inference_tensor),
 )
+_RULES: dict[Callable[[Failure], Finding], Rule] = {
+    explain_backward_twice: catalogue.BACKWARD_TWICE,
+    explain_inplace_modified: catalogue.INPLACE_MODIFIED,
+    explain_leaf_inplace: catalogue.LEAF_INPLACE,
+    explain_no_graph: catalogue.NO_GRAPH,
+    explain_non_scalar: catalogue.NON_SCALAR,
+    explain_recompute_mismatch: catalogue.RECOMPUTE_MISMATCH,
+    explain_inference_tensor: catalogue.INFERENCE_TENSOR,
+}
 _WORTH_A_REPLAY = (explain_inplace_modified, explain_no_graph, explain_non_scalar, explain_recompute_mismatch)
 
 
@@ -121,7 +131,18 @@ def explain(
         failure.record = None
     if failure.record is None and replay is not None and explainer in _WORTH_A_REPLAY:
         return _replayed(failure, explainer, replay)
-    return explainer(failure)
+    return _judged(explainer, failure)
+
+
+def _judged(explainer: Callable[[Failure], Finding], failure: Failure) -> Finding:
+    """The explanation; when that itself goes wrong, at least which rule it is and the user's line."""
+    try:
+        return explainer(failure)
+    except Exception as problem:
+        _log.warning("safetrain could not explain %s in full", type(failure.error).__name__, exc_info=True)
+        first_line = failure.text.strip().split("\n", 1)[0][:200]
+        cause = f"not known: the explanation failed ({type(problem).__name__})"
+        return _RULES[explainer].finding(first_line, source=failure.source, cause=cause)
 
 
 def _covers(record: Recorder, loss: Tensor) -> bool:
@@ -146,14 +167,14 @@ def _replayed(failure: Failure, explainer: Callable[[Failure], Finding], replay:
         except Exception as error:
             if _explainer(error) is not explainer:
                 _log.debug("the replay failed in another way: %s", error)
-                return explainer(failure)
+                return _judged(explainer, failure)
         mine = loss if loss is not None else failure.loss
         shown = loss is None or _shows(explainer, loss, failure)
         if shown and mine is not None:
             failure.record, failure.loss = record, mine
         if explainer is explain_no_graph and not shown:
             torch.set_grad_enabled(False)
-        return explainer(failure)
+        return _judged(explainer, failure)
 
 
 def _shows(explainer: Callable[[Failure], Finding], loss: Tensor, failure: Failure) -> bool:

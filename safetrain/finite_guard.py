@@ -27,7 +27,7 @@ class FiniteGuard(Callback):
     """P206 and P211, once a run.
 
     Reads one number of the loss before each backward, and of one small gradient after: that of an early layer, which
-    gets its gradient last, so what went wrong on the way is in it. On CPU these are memory reads (4 µs a step in all); on
+    gets its gradient last, so what went wrong on the way is in it. On CPU these are memory reads (4 µs a step); on
     other devices they are made on logging steps only. Under loss scaling gradients are left to the scaler.
     """
 

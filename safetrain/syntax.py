@@ -163,6 +163,31 @@ def assignments_of(filename: str, name: str, *, line: int | None = None) -> list
     return sorted(found, key=lambda n: n.lineno)
 
 
+def functions_named(filename: str, name: str) -> list[ast.FunctionDef]:
+    """The functions and methods of that name in a file."""
+    tree = tree_of(filename)
+    return [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == name] if tree is not None else []
+
+
+def slice_before(filename: str, line: int, most: int = 12) -> list[ast.stmt]:
+    """The statement at a line and those before it in its scope that bind what it uses, directly or through others."""
+    start = statement_at(filename, line)
+    if start is None:
+        return []
+    found, wanted = [start], [start]
+    while wanted and len(found) < most:
+        statement = wanted.pop(0)
+        for name in sorted(
+            {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+        ):
+            before = [s for s in assignments_of(filename, name, line=line) if s.lineno < statement.lineno]
+            simple = [s for s in before if isinstance(s, (ast.Assign, ast.AnnAssign, ast.AugAssign))]
+            if simple and simple[-1] not in found:
+                found.append(simple[-1])
+                wanted.append(simple[-1])
+    return found
+
+
 def attribute_stores(filename: str, attribute: str) -> list[ast.stmt]:
     """Statements of a file that assign to an attribute of that name (`self.hidden = …`), in order."""
     tree = tree_of(filename)

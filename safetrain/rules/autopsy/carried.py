@@ -201,7 +201,7 @@ def _made_at(failure: Failure, item: Named) -> SourceLine | None:
         if maker is not None and maker.where is not None:
             return maker.source
     if item.owner is not None:
-        return attribute_store(item.owner, item.name)
+        return attribute_store(item.owner, item.name, made_once=True)
     if item.frame is None:
         return None
     return binding_of(item.frame.f_code.co_filename, item.name, item.line)
@@ -223,14 +223,20 @@ def binding_of(filename: str, name: str, line: int) -> SourceLine | None:
     return None
 
 
-def attribute_store(owner: Any, attribute: str) -> SourceLine | None:
-    """The assignment of an object's attribute that keeps a graph: not the constructor's, not one that detaches."""
+def attribute_store(owner: Any, attribute: str, *, made_once: bool = False) -> SourceLine | None:
+    """The assignment of an object's attribute that keeps a graph: not one that detaches or resets it.
+
+    The constructor's counts only for a value that was `made_once`.
+    """
     for kind in type(owner).__mro__:
         filename = file_of_class(kind)
         if filename is None:
             continue
         stores = [s for s in syntax.attribute_stores(filename, attribute) if _in_class(s, kind.__name__)]
-        keeping = [s for s in stores if not _is_reset(s)] or [s for s in stores if not _in_constructor(s)]
+        later = [s for s in stores if not _in_constructor(s)]
+        keeping = [s for s in later if not _is_reset(s)] or later
+        if made_once and not keeping:
+            keeping = [s for s in stores if not _is_reset(s)]
         if keeping:
             line = keeping[-1].lineno
             return SourceLine(filename, line, line_text(filename, line))
@@ -255,8 +261,6 @@ def _in_class(node: Any, name: str) -> bool:
 
 
 def _is_reset(statement: ast.stmt) -> bool:
-    if _in_constructor(statement):
-        return True
     value = getattr(statement, "value", None)
     if isinstance(value, ast.Constant):
         return True

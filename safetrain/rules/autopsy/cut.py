@@ -92,9 +92,11 @@ def _kind(op: Op) -> str:
 def explain_no_graph(failure: Failure) -> Finding:
     """The finding for “element 0 of tensors does not require grad and does not have a grad_fn”."""
     if not any(p.requires_grad for p in failure.model.parameters()) and any(True for _ in failure.model.parameters()):
+        files = dict.fromkeys(filename for filename, _ in failure.user_frames_lines())
+        freezing = [line for filename in files for line in syntax.lines_where(filename, _freezes)]
         return NO_GRAPH.finding(
             "the loss carries no graph because no parameter of the model requires grad",
-            source=failure.source,
+            source=freezing[-1] if freezing else failure.source,
             cause="every parameter has requires_grad=False",
             fix="unfreeze what should train: `model.head.requires_grad_(True)`, and give those parameters to the "
             "optimizer",
@@ -107,6 +109,15 @@ def explain_no_graph(failure: Failure) -> Finding:
         if traced is not None:
             return traced
     return _cut_from_source(failure)
+
+
+def _freezes(node: ast.AST) -> bool:
+    """`p.requires_grad = False` or `module.requires_grad_(False)`."""
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is False:
+        return any(isinstance(t, ast.Attribute) and t.attr == "requires_grad" for t in node.targets)
+    if not syntax.is_call_of(node, "requires_grad_"):
+        return False
+    return any(isinstance(a, ast.Constant) and a.value is False for a in node.args)  # type: ignore[attr-defined]
 
 
 def _grad_mode_off(failure: Failure) -> Finding | None:
@@ -229,30 +240,59 @@ _CUTTING_CALLS = frozenset(
 
 
 def _cut_from_source(failure: Failure) -> Finding:
-    """Without a record: what the failed frame's source says about how the loss was made."""
-    for frame, line in failure.user_frames:
-        filename = frame.f_code.co_filename
-        statement = syntax.statement_at(filename, line)
-        if statement is None:
-            continue
-        block = syntax.no_grad_block([(filename, line)])
-        scope = syntax.scope_of(statement)
-        lines = [block] if block else syntax.lines_where(filename, _cuts, inside=scope)
-        lines = [s for s in lines if s.line <= line] or lines
-        if lines:
-            place = lines[-1]
-            return NO_GRAPH.finding(
-                f"the loss carries no graph; its path was probably cut on line {place.line}: `{place.text}`",
-                source=place,
-                cause="inferred from the source, not replayed",
-                fix="keep tensors with their graph from the model to the loss; detach, item, argmax and NumPy end it",
-            )
+    """Without a record: what the source says about how the loss was made."""
+    place = next(
+        (found for frame, line in failure.user_frames if (found := _cut_in_slice(frame.f_code.co_filename, line))), None
+    )
+    if place is not None:
+        return NO_GRAPH.finding(
+            f"the loss carries no graph; its path was probably cut on line {place.line}: `{place.text}`",
+            source=place,
+            cause="inferred from the source, not replayed",
+            fix="keep tensors with their graph from the model to the loss; detach, item, argmax and NumPy end it",
+        )
     return NO_GRAPH.finding(
         "the loss carries no graph: nothing it was computed from requires grad",
         source=failure.source,
         cause="the path from the parameters to the loss was cut (not replayed, so the place is not known)",
         fix="compute the loss from the model's output without detach, item, argmax, NumPy or no_grad on the way",
     )
+
+
+def _cut_in_slice(filename: str, line: int) -> SourceLine | None:
+    """The cut nearest to a failed line, among the statements and functions that its loss was computed by."""
+    block = syntax.no_grad_block([(filename, line)])
+    if block is not None:
+        return block
+    for statement in syntax.slice_before(filename, line):
+        for node in ast.walk(statement):
+            if _cuts(node):
+                return SourceLine(filename, node.lineno, line_text(filename, node.lineno))  # type: ignore[attr-defined]
+        block = syntax.no_grad_block([(filename, statement.lineno)])
+        if block is not None:
+            return block
+        for name in {syntax.called_name(n) for n in ast.walk(statement) if isinstance(n, ast.Call)}:
+            found = _cut_in_function(filename, name)
+            if found is not None:
+                return found
+    return None
+
+
+def _cut_in_function(filename: str, name: str) -> SourceLine | None:
+    """The cut in the only function of that name in the file."""
+    definitions = syntax.functions_named(filename, name)
+    if len(definitions) != 1:
+        return None
+    returns = [n for n in ast.walk(definitions[0]) if isinstance(n, ast.Return) and n.value is not None]
+    block = syntax.no_grad_block([(filename, n.lineno) for n in returns])
+    if block is not None:
+        return block
+    for node in returns:
+        for statement in syntax.slice_before(filename, node.lineno):
+            cut = next((n for n in ast.walk(statement) if _cuts(n)), None)
+            if cut is not None:
+                return SourceLine(filename, cut.lineno, line_text(filename, cut.lineno))  # type: ignore[attr-defined]
+    return None
 
 
 def _cuts(node: ast.AST) -> bool:

@@ -71,15 +71,16 @@ def _mismatch(draw: _Draw) -> Finding:
     place = as_source(draw.op.checkpoint) or drawn_at
     line = f" (line {drawn_at.line}: `{drawn_at.text}`)" if drawn_at else ""
     inside = f" in module `{draw.module}`" if draw.module else ""
+    caller = as_source(draw.op.stack[1]) if draw.op.checkpoint is None and len(draw.op.stack) > 1 else None
+    called = f"; it is called on line {caller.line}: `{caller.text}`" if caller else ""
     return RECOMPUTE_MISMATCH.finding(
         "the recomputation under activation checkpointing drew other random numbers than the forward: "
-        f"{draw.op.short_name}"
-        f"{inside}{line}. Gradients belong to another dropout mask (or noise) than the loss",
+        f"{draw.op.short_name}{inside}{line}. Gradients belong to another dropout mask (or noise) than the loss",
         severity="warning",
         source=place,
         module=draw.module,
         op=draw.op.short_name,
-        cause=f"the generator was not put back before {draw.op.short_name}{line} was recomputed",
+        cause=f"the generator was not put back before {draw.op.short_name}{line} was recomputed{called}",
         fix="let checkpoint keep the generator: preserve_rng_state=True (the default); a hand-written recomputation "
         "must save and restore it",
     )

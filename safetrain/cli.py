@@ -311,6 +311,31 @@ def _verify_resume(args: argparse.Namespace) -> int:
     return EXIT_OK if report.exact else EXIT_FAILED
 
 
+def _declare_memory(parser: argparse.ArgumentParser) -> None:
+    _declare_config(parser)
+    parser.add_argument(
+        "--step", metavar="N", type=int, default=3, help="the step to watch (default 3: all is made by then)"
+    )
+    parser.add_argument(
+        "--html", metavar="FILE", default="memory.html", help="where the page goes (default memory.html)"
+    )
+
+
+def _memory(args: argparse.Namespace) -> int:
+    from safetrain import config_file
+    from safetrain.memory_command import measure
+    from safetrain.memory_page import page
+    from safetrain.memory_report import table
+
+    if args.step < 1:
+        raise ConfigError(f"--step {args.step}: steps are counted from 1")
+    memory = measure(config_file.load(args.file, args.overrides), args.step)
+    print(table(memory))
+    Path(args.html).write_text(page(memory, f"Memory of step {memory.step} of {args.file}"), encoding="utf-8")
+    print(f"\nthe same with a timeline: {args.html}")
+    return EXIT_OK
+
+
 def _rules(args: argparse.Namespace) -> int:
     import safetrain.rules  # noqa: F401  (fills the catalogue)
     from safetrain.findings import RULES
@@ -374,6 +399,13 @@ VERBS: tuple[Verb | ModuleVerb, ...] = (
         "prove that a run stopped and resumed equals one that was not",
         _verify_resume,
         _declare_verify_resume,
+        takes_overrides=True,
+    ),
+    Verb(
+        "memory",
+        "show whose the bytes of a training step are: a table, and a page with the timeline",
+        _memory,
+        _declare_memory,
         takes_overrides=True,
     ),
     ModuleVerb(

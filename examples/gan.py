@@ -66,7 +66,7 @@ class GANTrainer(Trainer):
 
     def train_step(self, window: Sequence[Batch]) -> None:
         """The critic learns to rank real points above generated ones, then the generator learns to undo that."""
-        real = torch.cat([points for (points,) in window]).to(self.device)
+        real = torch.cat([points for (points,) in self.to_device(window)])
 
         self.zero_grad()
         with self.autocast():

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -168,9 +168,6 @@ class Trainer:
         self._autocast: AbstractContextManager[Any] = nullcontext()
         if precision != "fp32":
             self._autocast = torch.autocast(self.device.type, _AUTOCAST[precision])
-        self._move: Callable[[Any], Any] = _as_it_is
-        if self.device.type != "cpu":
-            self._move = functools.partial(batches.to_device, device=self.device)
         self._stepped: set[str] = set()  # optimizers that stepped since the scaler was last updated
         self._verdicts = {name: DeferredFlag(self.device) for name in named}  # was the last step to be skipped?
         for name, opt in named.items():
@@ -234,9 +231,9 @@ class Trainer:
         """
         state = self.state
         shares = Shares([self.batch_size(batch) for batch in window])
-        state.num_samples = shares.num_samples
+        state.num_samples += shares.num_samples
         for index, batch in enumerate(window):
-            state.batch = batch = self._move(batch)
+            state.batch = batch = self.to_device(batch)
             self._weight = shares.sizes[index]
             with self._autocast:
                 output = self.training_step(batch)
@@ -297,6 +294,10 @@ class Trainer:
         if not names:
             for param in self._outside:
                 param.grad = None
+
+    def to_device(self, batch: Any) -> Any:
+        """`batch`, of any structure, on the trainer's device. Pinned tensors are copied without blocking the host."""
+        return batch if self.device.type == "cpu" else batches.to_device(batch, self.device)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context that `training_step` runs in, for forwards of your own in an overridden `train_step`."""
@@ -433,6 +434,7 @@ class Trainer:
         else:
             if isinstance(loss, Tensor):
                 self.state.loss = loss.detach()  # at the point where the step began
+            self.state.num_samples = 0  # counted once, however often the window was evaluated
             self._conclude(name, taken=True)
 
     # ------------------------------------------------------------------ the run
@@ -571,6 +573,7 @@ class Trainer:
         state.is_logging_step = logging_step = state.step == 0 or (state.step + 1) % self.log_every == 0
         self._averages = Averages(self.device) if logging_step else None
         self._stepped.clear()
+        state.loss, state.num_samples = None, 0
         self.listeners.on_step_start(state)
         check_compiled = self.compile_options is not None and not self._compile_checked
         if check_compiled:
@@ -580,6 +583,8 @@ class Trainer:
             compiling.warn_if_uncalled(self.model)
         if state.scaler is not None and self._stepped:
             state.scaler.update()
+        if not state.num_samples:  # an overridden train_step need not count them
+            state.num_samples = sum(map(self.batch_size, window))
         state.step += 1
         state.in_step = False
         state.batch = None
@@ -672,7 +677,7 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         for index, batch in enumerate(window):
             with self._autocast:
-                loss, weight, _ = unpack(self.training_step(self._move(batch)))
+                loss, weight, _ = unpack(self.training_step(self.to_device(batch)))
             total = total + shares.share_of(loss, weight, index, list)
         return total
 
@@ -707,13 +712,13 @@ class Trainer:
     def _evaluation_loop(self, loader: Iterable[Any], averages: Averages) -> int:
         own = type(self).evaluation_step is not Trainer.evaluation_step
         step, size_of = self.evaluation_step if own else self.training_step, self.batch_size
-        move = self._move if self._move is not _as_it_is else None
+        moves = self.device.type != "cpu"
         add_loss = averages["loss"].add
         count = 0
         for batch in itertools.islice(loader, self.limit_eval_batches):
             count += 1
-            if move is not None:
-                batch = move(batch)
+            if moves:
+                batch = self.to_device(batch)
             self._weight = size = size_of(batch)
             output = step(batch)
             if isinstance(output, Tensor):
@@ -737,7 +742,7 @@ class Trainer:
     def predict(self, loader: Iterable[Any]) -> list[Any]:
         """`predict_step` of every batch, without graphs, on the CPU. A host sync a batch on accelerators."""
         with self._evaluating(None):
-            return [batches.to_host(self.predict_step(self._move(batch))) for batch in loader]
+            return [batches.to_host(self.predict_step(self.to_device(batch))) for batch in loader]
 
     @contextmanager
     def _evaluating(self, averages: Averages | None) -> Iterator[None]:
@@ -825,11 +830,6 @@ def _found_inf(scaler: torch.amp.GradScaler, opt: Optimizer) -> Tensor:
     """What `unscale_` found, on the device: non-zero when a gradient was Inf or NaN."""
     found: dict[Any, Tensor] = scaler._found_inf_per_device(opt)
     return torch.stack(list(found.values())).sum() if len(found) > 1 else next(iter(found.values()))
-
-
-def _as_it_is(batch: Any) -> Any:
-    """What moving to the device is on the CPU."""
-    return batch
 
 
 def _note_step(stepped: set[str], name: str, *_: Any) -> None:

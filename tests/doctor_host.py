@@ -74,7 +74,7 @@ def fork(
     watched: bool = True,
     trouble: bool = False,
 ) -> Ran:
-    """Run in a child of this process: the same code, without importing torch again. `trouble`: a judge is meant to fail."""
+    """Run in a child of this process, without importing torch again. `trouble`: a judge is meant to fail."""
     folder = Path(tempfile.mkdtemp())
     report, out, err = folder / "findings.jsonl", folder / "out", folder / "err"
     pid = os.fork()

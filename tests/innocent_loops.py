@@ -953,3 +953,29 @@ def linear_probe_nograd() -> None:
         opt.zero_grad()
         F.cross_entropy(h(f), y).backward()
         opt.step()
+
+
+@prog
+def an_optimizer_of_ones_own() -> None:
+    """Half of the model is trained by a class that torch does not know."""
+
+    class Momentum:
+        def __init__(self, params: object) -> None:
+            self.params = list(params)
+            self.m = [torch.zeros_like(p) for p in self.params]
+
+        @torch.no_grad()
+        def step(self) -> None:
+            for p, m in zip(self.params, self.m):
+                m.mul_(0.9).add_(p.grad)
+                p.sub_(0.01 * m)
+                p.grad = None
+
+    m = mlp()
+    opt, own = torch.optim.SGD(m[0].parameters(), 0.05), Momentum(m[2].parameters())
+    for i in range(20):
+        x, y = data(16)
+        opt.zero_grad()
+        F.cross_entropy(m(x), y).backward()
+        opt.step()
+        own.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,15 @@ from safetrain.rules import gradient as rules
 if TYPE_CHECKING:
     from safetrain.events import LoopEvent
     from safetrain.state import RunState
+
+
+class _Seen(NamedTuple):
+    """A parameter that no optimizer holds, when it was first seen with a gradient."""
+
+    step: int
+    grad: weakref.ref[Tensor]
+    grad_version: int
+    value_version: int
 
 
 class Watch(Callback):
@@ -46,7 +55,7 @@ class Watch(Callback):
         self._roots: set[int] = set()
         self._made_late: set[int] = set()
         self._thawed_late: set[int] = set()
-        self._first_seen: dict[int, tuple[int, weakref.ref[Tensor], int]] = {}
+        self._first_seen: dict[int, _Seen] = {}
         self._told: set[Any] = set()
         self._moving: dict[str, Tensor] = {}
         self._moved: dict[str, int] = {}
@@ -175,9 +184,13 @@ class Watch(Callback):
             grad = tensor.grad if tensor is not None else None
             if grad is None:
                 continue
-            first, ref, version = self._first_seen.setdefault(id(tensor), (step, weakref.ref(grad), grad._version))
-            if first < step and (ref() is not grad or version != grad._version):  # not one left over from long ago
-                ripe = True
+            seen = self._first_seen.setdefault(
+                id(tensor), _Seen(step, weakref.ref(grad), grad._version, tensor._version)
+            )
+            if tensor._version != seen.value_version:
+                self.had.discard(id(tensor))  # it is trained after all: by hand, or by an optimizer not of torch.optim
+            elif seen.step < step and (seen.grad() is not grad or seen.grad_version != grad._version):
+                ripe = True  # and its gradient is not one left over from long ago
                 self.had.add(id(tensor))
         if not ripe:
             return
@@ -188,8 +201,8 @@ class Watch(Callback):
         evidence = rules.GradientEvidence(self.had, self._made_late, self._thawed_late)
         lines = {name: self.lines.get(id(opt)) for name, opt in state.optimizers.items()}
         for finding in rules.judge_coverage(self.coverage, evidence, state.model, lines):
-            seen = [self._first_seen[id(h.tensor)][0] for h in self.coverage.uncovered if id(h.tensor) in self.had]
-            finding.first_step = min(seen, default=step)
+            steps = [self._first_seen[id(h.tensor)].step for h in self.coverage.uncovered if id(h.tensor) in self.had]
+            finding.first_step = min(steps, default=step)
             if (finding.code, *finding.params) not in self._told:
                 self._told.add((finding.code, *finding.params))
                 self.report.add(finding, step=step)

@@ -182,7 +182,7 @@ class Watch(Callback):
         for held in (*self.coverage.uncovered, *self.coverage.strays):
             tensor = held.tensor
             grad = tensor.grad if tensor is not None else None
-            if grad is None:
+            if tensor is None or grad is None:
                 continue
             seen = self._first_seen.setdefault(
                 id(tensor), _Seen(step, weakref.ref(grad), grad._version, tensor._version)

@@ -93,7 +93,11 @@ def _parse(argv: list[str]) -> tuple[Options, Callable[[], launch.Target]]:
         words = words[1:]
     if not words:
         parser.error("which script? python -m safetrain doctor train.py --its --arguments")
-    options = Options(args.json and args.json.absolute(), args.steps, args.fail_on, args.rules, args.quiet)
+    json, quiet = args.json and args.json.absolute(), args.quiet
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":  # under torchrun each process has a report of its own; only the first one talks
+        json, quiet = json and json.with_name(f"{json.stem}.rank{rank}{json.suffix}"), True
+    options = Options(json, args.steps, args.fail_on, args.rules, quiet)
     make = launch.module if args.module is not None else launch.script
     return options, lambda: make(words[0], words[1:])
 
@@ -283,7 +287,8 @@ class Session:
             self._terminal.summary(findings, num_steps=steps, checked=self.watch.healthy(), full=True)
             if not steps:
                 print(
-                    "  no optimizer step was seen: nothing trained, or not through torch's autograd", file=self.stream
+                    "  no optimizer step was seen in this process (processes that it starts are not watched)",
+                    file=self.stream,
                 )
         for text in self._trouble:
             print(

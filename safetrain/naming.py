@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Iterator
 from types import FrameType, ModuleType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from safetrain.source import MACHINERY, USER, frame_locals, grade
@@ -61,9 +62,10 @@ def _of_a_user_class(kind: type) -> bool:
 def unwrap(module: nn.Module) -> nn.Module:
     """The module inside `torch.compile` and data-parallel wrappers, whose parameter names the user knows."""
     while True:
-        inner = module._modules.get("_orig_mod") or (
-            module._modules.get("module") if type(module).__name__ in _WRAPPERS else None
-        )
+        children: Any = module._modules
+        if not isinstance(children, dict):  # a scripted module keeps its own kind of mapping
+            return module
+        inner = children.get("_orig_mod") or (children.get("module") if type(module).__name__ in _WRAPPERS else None)
         if inner is None:
             return module
         module = inner
@@ -93,11 +95,11 @@ def find_models(
     been rebuilt behind the optimizer's back), and when it is in train mode with weights that were never loaded
     (`pretrained` has the ids of modules that were): nobody keeps an untrained network as it is on purpose.
     """
-    called = [unwrap(module) for module in called]
+    called = [unwrap(module) for module in called if not isinstance(module, torch.jit.ScriptModule)]
     held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     candidates: dict[int, tuple[str, nn.Module]] = {}
     for name, value in visible_names(frame):
-        if issubclass(type(value), nn.Module):
+        if issubclass(type(value), nn.Module) and not issubclass(type(value), torch.jit.ScriptModule):
             module = unwrap(value)
             if id(module) not in candidates or (_is_item(name) and not _is_item(candidates[id(module)][0])):
                 candidates[id(module)] = (name, module)
@@ -146,6 +148,20 @@ def find_optimizer_names(frame: FrameType | None, optimizers: Iterable[Optimizer
         if key in wanted and (key not in names or (_is_item(name) and not _is_item(names[key]))):
             names[key] = name
     return names
+
+
+def find_tensor_names(frame: FrameType | None, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Each tensor under the user's name, or `param_3` by its place."""
+    wanted = {id(tensor): tensor for tensor in tensors}
+    names: dict[int, str] = {}
+    for name, value in visible_names(frame):
+        if id(value) in wanted and id(value) not in names:
+            names[id(value)] = name
+    found: dict[str, Tensor] = {}
+    for index, (key, tensor) in enumerate(wanted.items()):
+        name = names.get(key, f"param_{index}").replace(".", "_")
+        found[name if name not in found else f"param_{index}"] = tensor
+    return found
 
 
 def _is_item(name: str) -> bool:

@@ -107,7 +107,8 @@ class Observer:
         self._begin_window()
         self._open = False
         self._in_eval = False
-        self._idle_forwards = 0  # evaluation-like forwards in a row
+        self._idle_forwards = 0  # evaluation-like forwards in a row, of one and the same module
+        self._idle_modules: set[int] = set()
         self._total_forwards = 0
         self._total_backwards = 0
         self._trains_in_eval_mode = False
@@ -246,7 +247,10 @@ class Observer:
             self._last_batch_size = None
         if self._open or self._in_eval:
             return
-        self._idle_forwards += 1
+        if not self._idle_forwards or id(module) in self._idle_modules:
+            self._idle_forwards += 1
+            self._idle_modules.clear()
+        self._idle_modules.add(id(module))
         needed = _EVAL_AFTER_WITH_GRAPH if grad else _EVAL_AFTER if module.training else 1
         if self._idle_forwards >= needed:
             self._begin_eval()
@@ -684,6 +688,9 @@ class Observer:
         elif models:
             self._nothing._modules.update(models)
             self._nothing.training = next(iter(models.values())).training
+        else:
+            parameters: dict[str, Any] = self._nothing._parameters
+            parameters.update(self.who.loose_parameters())
         state.optimizers = self.who.optimizers(self.state.step)
         try:
             for call in list(calls):
@@ -695,6 +702,7 @@ class Observer:
                     self._on_trouble(traceback.format_exc())
         finally:
             self._nothing._modules.clear()
+            self._nothing._parameters.clear()
             state.model, state.optimizers = self._nothing, {}
             self._muted = False
 

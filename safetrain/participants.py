@@ -11,7 +11,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from safetrain.naming import find_models, find_optimizer_names, inner_optimizer, unwrap
+from safetrain.naming import find_models, find_optimizer_names, find_tensor_names, inner_optimizer, unwrap
 
 _T = TypeVar("_T")
 
@@ -64,6 +64,7 @@ class Participants:
         self._roots: dict[int, weakref.ref[nn.Module]] = {}
         self._looks: dict[int, _Look] = {}
         self._models: dict[str, weakref.ref[nn.Module]] = {}
+        self._loose: dict[str, weakref.ref[Tensor]] = {}
         self._optimizers: dict[int, Tracked] = {}
         self._changed = True
         self._namings = 0
@@ -102,6 +103,10 @@ class Participants:
     def models(self) -> dict[str, nn.Module]:
         """Those that train and are alive, by name."""
         return {name: module for name, ref in self._models.items() if (module := ref()) is not None}
+
+    def loose_parameters(self) -> dict[str, Tensor]:
+        """What the optimizers of a loop without modules hold, by name."""
+        return {name: tensor for name, ref in self._loose.items() if (tensor := ref()) is not None}
 
     @property
     def any_model(self) -> bool:
@@ -176,6 +181,10 @@ class Participants:
         for name, module in find_models(frame, called, optimizers, self.pretrained).items():
             found[before.get(id(module), name)] = module
         self._models = {name: weakref.ref(module) for name, module in found.items()}
+        self._loose = {}
+        if not found:
+            held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+            self._loose = {name: weakref.ref(p) for name, p in find_tensor_names(frame, held).items()}
         names = find_optimizer_names(frame, optimizers)
         for key, tracked in self._optimizers.items():
             if key in names and not tracked.named:

@@ -149,10 +149,13 @@ def pinned(nodes: Iterable[Any], apart_from: Iterable[Tensor] = ()) -> Pinned:
 
 
 def storage_key(tensor: Tensor) -> int | None:
-    """Identity of a tensor's storage; None for layouts without one."""
+    """Identity of a tensor's storage; None for layouts and wrappers (of `torch.func`) without one."""
     if tensor.layout is not torch.strided or isinstance(tensor, FakeTensor):
         return None
-    key: int = tensor.untyped_storage()._cdata
+    try:
+        key: int = tensor.untyped_storage()._cdata
+    except NotImplementedError:
+        return None
     return key
 
 

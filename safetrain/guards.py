@@ -10,7 +10,8 @@ off, and hands the findings to the `Report`. Guards hold no tensor and nothing t
 | FunctionGuard | backward start | G106 G111 G112 |
 | AutopsyGuard | the first step, exceptions | G121–G129 |
 | FiniteGuard | backward start and end | P206 P211 |
-| MemoryGuard | step end, evaluation | M401 M402 M405 |
+| FragmentationGuard | backward start, step end (CUDA) | M403 |
+| MemoryGuard | step end, evaluation, exceptions | M401 M402 M404 M405 |
 
 Other families add theirs to `default_guards`.
 """
@@ -63,7 +64,7 @@ def default_guards(report: Report) -> list[Callback]:
     from safetrain.gradient_guards import gradient_guards
     from safetrain.hook_guard import HookGuard
     from safetrain.loop_guards import loop_guards
-    from safetrain.memory_guard import MemoryGuard
+    from safetrain.memory_guard import memory_guards
 
     return [
         AutopsyGuard(report),
@@ -72,7 +73,7 @@ def default_guards(report: Report) -> list[Callback]:
         HookGuard(report),
         *gradient_guards(report),
         *loop_guards(report),
-        MemoryGuard(report),  # last: what the others have told explains growth
+        *memory_guards(report),  # last: what the others have told explains growth
     ]
 
 

@@ -12,6 +12,9 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from safetrain.batch import batch_size, tensors_in
 from safetrain.callbacks.base import Callback
 from safetrain.findings import Finding, Report, Rule, SourceLine
 from safetrain.graph import Holder, StoreTrace, Survey
@@ -21,6 +24,7 @@ from safetrain.keeping import Reading
 from safetrain.memory import HeapMeter, Meter, heap_is_readable, meter_for
 from safetrain.rules import memory
 from safetrain.rules.graph import start_trace
+from safetrain.rules.out_of_memory import find_out_of_memory, is_out_of_memory, owned_bytes
 
 if TYPE_CHECKING:
     from safetrain.state import RunState
@@ -50,8 +54,13 @@ _FIRST_EVAL = 1
 """Evaluations that do not count: the first one makes kernels and caches."""
 
 
+def memory_guards(report: Report) -> list[Callback]:
+    """Those that watch memory."""
+    return [FragmentationGuard(report), MemoryGuard(report)]
+
+
 class MemoryGuard(Callback):
-    """M401, M402 and M405.
+    """M401, M402, M404 and M405.
 
     On the CPU the heap is host and device memory at once, so growth there is M402. Findings that the graph rules have
     made explain growth already and are not repeated.
@@ -60,6 +69,7 @@ class MemoryGuard(Callback):
     def __init__(self, report: Report) -> None:
         self.report = report
         self._tracks: list[_Track] = []
+        self._used_before = 0
         self._next = 0
         self._case: _Investigation | None = None
         self._told: set[tuple[str, ...]] = set()
@@ -78,6 +88,8 @@ class MemoryGuard(Callback):
         self._tracks = [_Track(memory.HOST, heap)]
         if state.device is not None and state.device.type not in ("cpu", "meta"):
             self._tracks.append(_Track(memory.DEVICE, meter_for(state.device)))
+        owned = sum(owned_bytes(state.model, state.optimizers).values())
+        self._used_before = max(0, self._tracks[-1].meter.read() - owned)
         self._next = state.step + WARM_UP
         self._last_look = (state.step, time.perf_counter_ns())
         self._case = None
@@ -102,8 +114,24 @@ class MemoryGuard(Callback):
         self._judge_evaluation(state)
 
     def on_exception(self, state: RunState) -> None:
-        """A trace must not outlive the step."""
+        """Explain an out-of-memory error. A trace must not outlive the step."""
         self._drop_case()
+        error = state.exception
+        if error is None or not is_out_of_memory(error) or not self._tracks:
+            return
+        meter = self._tracks[-1].meter
+        found = find_out_of_memory(
+            error,
+            state.model,
+            state.optimizers,
+            used_bytes=meter.read(),
+            meter=meter.name,
+            used_before=self._used_before,
+            samples=batch_size(state.batch) if state.batch is not None else None,
+            evaluating=state.phase == "eval",
+            findings=self.report.findings,
+        )
+        self.report.extend(found, step=state.current_step, phase=state.phase)
 
     def on_fit_end(self, state: RunState) -> None:
         """A trace must not outlive the run."""
@@ -243,6 +271,37 @@ class MemoryGuard(Callback):
             finding = self._judge(suspect, suspects, growth, track, state, entry=memory.EVAL)
         if finding is not None:
             self.report.add(finding, step=state.current_step, phase="eval")
+
+
+class FragmentationGuard(Callback):
+    """M403, on CUDA: looks at the allocator's books every few steps, and notes which shapes the batches have."""
+
+    EVERY = 64
+    MAX_SHAPES = 64
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        self._device: torch.device | None = None
+        self._shapes: set[tuple[tuple[int, ...], ...]] = set()
+        self._told = False
+
+    def on_fit_start(self, state: RunState) -> None:
+        """Nothing to do without CUDA."""
+        on_cuda = state.device is not None and state.device.type == "cuda"
+        self._device = state.device if on_cuda else None
+
+    def on_backward_start(self, state: RunState) -> None:
+        """Note the shapes."""
+        if self._device is not None and len(self._shapes) < self.MAX_SHAPES and state.batch is not None:
+            self._shapes.add(tuple(tuple(tensor.shape) for tensor in tensors_in(state.batch)))
+
+    def on_step_end(self, state: RunState) -> None:
+        """Look at the books now and then."""
+        if self._device is None or self._told or state.step % self.EVERY:
+            return
+        found = memory.find_fragmentation(torch.cuda.memory_stats(self._device), self._shapes)
+        self._told = bool(found)
+        self.report.extend(found, step=state.current_step)
 
 
 class _Track:

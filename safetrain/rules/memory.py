@@ -6,8 +6,9 @@ The judges take measurements that anyone can make (see `safetrain.growth` and `s
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -23,9 +24,12 @@ DEVICE = rule("M401", "device-memory-growth", "warning", "device memory at the s
 HOST = rule("M402", "host-memory-growth", "warning", "host memory at the same point of the step keeps rising")
 EVAL = rule("M405", "eval-memory-growth", "warning", "memory rises from one evaluation to the next")
 
+FRAGMENTED = rule("M403", "fragmentation", "warning", "reserved memory is far above what is allocated")
+
 _LRU = "_lru_cache_wrapper"
 _SMALL_RECORDS = 16_000
 """Numbers and short strings below so many bytes a step are a history, and nobody's fault."""
+_FRAGMENT_BYTES = 256_000_000
 _EXPLAINS = 0.4
 """Share of the measured growth that a place must account for before it is blamed."""
 
@@ -119,6 +123,40 @@ def _fix(suspect: Suspect, entry: Rule, purpose: Purpose | None) -> str:
     if purpose == "emptied":
         return "it is emptied in the source, but was not for more than an epoch: empty it where every epoch passes"
     return "keep fewer (`collections.deque(maxlen=…)`), empty it when it has been used, or keep a number: `.item()`"
+
+
+# ---------------------------------------------------------------------- M403
+
+
+def find_fragmentation(stats: Mapping[str, Any], shapes: Collection[tuple[tuple[int, ...], ...]] = ()) -> list[Finding]:
+    """Whether CUDA's caching allocator is fragmented, from `torch.cuda.memory_stats()`.
+
+    It is when much of what it took from the driver can serve no request at the peak (a third of it and 256 MB or
+    more), and it shows: requests had to flush the cache and try again, or free pieces of split blocks hold the
+    difference. `shapes` are those that batches had; when they vary, that is why.
+    """
+    reserved, peak = int(stats.get("reserved_bytes.all.peak", 0)), int(stats.get("allocated_bytes.all.peak", 0))
+    retries = int(stats.get("num_alloc_retries", 0))
+    pieces = int(stats.get("inactive_split_bytes.all.current", 0))
+    idle = reserved - peak
+    if idle < max(_FRAGMENT_BYTES, reserved // 3) or not (retries or pieces > idle // 2):
+        return []
+    varied = [shape for shape in shapes if shape]
+    told = f"; batches came in {len(varied)} shapes, e.g. {_shapes_in_words(varied)}" if len(varied) > 2 else ""
+    return [
+        FRAGMENTED.finding(
+            f"the allocator holds {format_bytes(reserved)} for a peak of {format_bytes(peak)}: {format_bytes(pieces)} "
+            f"of it lie in pieces between blocks in use, {retries} allocations had to flush the cache and retry{told}",
+            pinned_bytes=idle,
+            cause="blocks of ever new sizes split the cache" if told else None,
+            fix="set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start"
+            + ("; pad batches to a few lengths" if told else ""),
+        )
+    ]
+
+
+def _shapes_in_words(shapes: Sequence[tuple[tuple[int, ...], ...]]) -> str:
+    return ", ".join(str(list(max(shape, key=math.prod))) for shape in sorted(shapes)[:3])
 
 
 def cache_line(holder: Holder) -> SourceLine | None:

@@ -1,0 +1,148 @@
+"""Memory that runs out for real (a limit on the address space) is explained: phase, owners, names, what would fit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from safetrain import memory
+from safetrain.rules.memory import find_fragmentation
+from safetrain.rules.out_of_memory import find_out_of_memory, is_out_of_memory, requested_bytes
+
+needs_limit = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs RLIMIT_AS and /proc")
+needs_glibc = pytest.mark.skipif(not memory.heap_is_readable(), reason="the C heap cannot be read here")
+
+SCRIPT = """
+import json, resource, sys
+import torch
+from torch import nn
+from safetrain import Trainer
+
+SAMPLES, ROOM, KEEP = {samples}, {room}, {keep}
+
+
+def limit():
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, resource.RLIM_INFINITY))
+
+
+class Big(Trainer):
+    kept = []
+
+    def training_step(self, batch):
+        if self.state.step == 2:
+            limit()
+        out = self.model(batch)
+        if KEEP:
+            self.kept.append(out.detach().repeat(1, 256))
+        return out.pow(2).mean()
+
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(100, 1000), nn.Tanh(), nn.Linear(1000, 1000), nn.Tanh(), nn.Linear(1000, 1))
+trainer = Big(model, torch.optim.{optimizer}, max_steps=400)
+try:
+    trainer.fit([torch.randn(10, 100)] * 2 + [torch.randn(SAMPLES, 100)] * 398)
+except RuntimeError as error:
+    assert "allocate memory" in str(error), error
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+for finding in trainer.report.findings:
+    print(finding.to_json())
+"""
+
+
+def run_out(
+    *, samples: int, room: int, keep: bool = False, optimizer: str = "SGD(model.parameters(), 0.01)"
+) -> list[dict[str, Any]]:
+    """Findings of a training that has `room` bytes of address space left from its third step on."""
+    script = SCRIPT.format(samples=samples, room=room, keep=keep, optimizer=optimizer)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    return [json.loads(line) for line in ended.stdout.splitlines()]
+
+
+@needs_limit
+@needs_glibc
+def test_a_batch_too_big_is_explained_with_the_module_and_a_smaller_micro_batch() -> None:
+    (finding,) = run_out(samples=8000, room=40_000_000)
+    assert (finding["code"], finding["severity"], finding["first_step"]) == ("M404", "error", 3)
+    assert finding["message"].startswith("out of memory in forward of ")
+    assert "32.0 MB more did not fit beside" in finding["message"]
+    assert "parameters 4.4 MB" in finding["message"]
+    assert "micro-batches of 4000 instead of 8000, with accumulate=2" in finding["fix"]
+
+
+@needs_limit
+@needs_glibc
+def test_a_leak_that_ate_the_memory_is_named_as_the_cause() -> None:
+    leak, end = run_out(samples=500, room=90_000_000, keep=True)
+    assert (leak["code"], end["code"]) == ("M402", "M404")
+    assert leak["first_step"] < end["first_step"]
+    assert "kept" in end["cause"]
+    assert "stop the growth first (M402)" in end["fix"]
+
+
+def test_the_allocators_words_are_understood() -> None:
+    cpu = RuntimeError(
+        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 128000000 bytes."
+    )
+    cuda = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 24 GiB"
+    )
+    assert (requested_bytes(cpu), requested_bytes(cuda)) == (128_000_000, 5 << 29)
+    assert is_out_of_memory(cpu) and is_out_of_memory(cuda) and is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError("element 0 of tensors does not require grad"))
+    assert not find_out_of_memory(ValueError("no"), nn.Linear(1, 1), {}, used_bytes=0)
+
+
+def test_the_optimizers_step_gets_advice_about_the_optimizer() -> None:
+    class Greedy(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    Greedy.step.__code__ = Greedy.step.__code__.replace(co_filename=str(Path(torch.optim.__file__).with_name("sgd.py")))
+    model = nn.Linear(4, 4)
+    optimizer = Greedy(model.parameters(), 0.1)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        optimizer.step()
+    (finding,) = find_out_of_memory(raised.value, model, {"main": optimizer}, used_bytes=10**9)
+    assert finding.message.startswith("out of memory in the optimizer's step: 21.0 MB more")
+    assert "fused=True" in finding.fix
+
+
+# ---------------------------------------------------------------- fragmentation
+
+
+def books(reserved: float, peak: float, *, retries: int = 0, pieces: float = 0.0) -> dict[str, float]:
+    """What CUDA's allocator says, in GB."""
+    return {
+        "reserved_bytes.all.peak": int(reserved * 1e9),
+        "allocated_bytes.all.peak": int(peak * 1e9),
+        "num_alloc_retries": retries,
+        "inactive_split_bytes.all.current": int(pieces * 1e9),
+    }
+
+
+def test_a_fragmented_cache_is_told_with_the_shapes_and_the_setting() -> None:
+    shapes = {((8, length),) for length in range(100, 120)}
+    (finding,) = find_fragmentation(books(20, 9, retries=3, pieces=8), shapes)
+    assert finding.code == "M403"
+    assert "holds 20.0 GB for a peak of 9.0 GB" in finding.message
+    assert "20 shapes, e.g. [8, 100]" in finding.message
+    assert "expandable_segments:True" in finding.fix
+
+
+@pytest.mark.parametrize(
+    "stats",
+    [{}, books(10, 9.5, retries=1), books(0.3, 0.1, pieces=0.2), books(20, 9)],
+    ids=["no CUDA", "nearly full", "small", "a cache that nobody needed since"],
+)
+def test_a_cache_that_is_merely_big_is_no_fault(stats: dict[str, float]) -> None:
+    assert not find_fragmentation(stats)

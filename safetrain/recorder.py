@@ -33,6 +33,7 @@ _current_graph_task = torch._C._current_graph_task_id
 _current_node = torch._C._current_autograd_node
 
 _CHECKPOINT_CODES: frozenset[CodeType] = frozenset({inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__})
+_CHECKPOINT_FILE = next(iter(_CHECKPOINT_CODES)).co_filename
 _SELECTIVE_CODES: frozenset[CodeType] = frozenset(
     inspect.unwrap(mode.__torch_dispatch__).__code__
     for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
@@ -90,7 +91,7 @@ class Op:
 
     __slots__ = (
         "backward_of", "checkpoint", "grad_enabled", "has_inf", "has_nan", "in_backward", "index", "inputs", "module",
-        "name", "next_node", "outputs", "regions", "scalars", "selective", "stack", "task", "writes",
+        "name", "next_node", "outputs", "recomputed", "regions", "scalars", "selective", "stack", "task", "writes",
     )  # fmt: skip
 
     def __init__(self, index: int, name: str) -> None:
@@ -102,6 +103,8 @@ class Op:
         """Line of the `checkpoint(...)` call around it, when it ran inside one."""
         self.selective = False
         """It ran under selective checkpointing, which recomputes only some operations."""
+        self.recomputed = False
+        """It ran because backward asked a (not reentrant) checkpoint for what that had thrown away."""
         self.inputs: tuple[Input, ...] = ()
         self.outputs: tuple[int, ...] = ()
         """Storages of the results."""
@@ -225,7 +228,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is _READ_NUMBER and not isinstance(args[0], Tensor):
             return args[0]  # a number that autograd had saved as a tensor arrives as itself; torch cannot read it again
-        if self.suspended or any(issubclass(t, FakeTensor) for t in types):
+        if self.suspended or any(issubclass(t, FakeTensor) for t in types) or _is_capturing():
             return func(*args, **kwargs)
         frame = sys._getframe(1)
         try:
@@ -252,7 +255,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         info = _info_of(func)
         op = Op(len(self.ops), info.name)
         read, written, op.scalars = _arguments(info, args, kwargs)
-        op.stack, op.checkpoint, op.selective = _where(frame)
+        op.stack, op.checkpoint, op.selective, op.recomputed = _where(frame)
         op.grad_enabled = torch.is_grad_enabled()
         op.task = _current_graph_task()
         op.in_backward = op.task != -1
@@ -308,6 +311,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.items[float(result)] = op.index
 
     def _write(self, tensor: Tensor, index: int) -> None:
+        if tensor.layout is not torch.strided:
+            return  # sparse and opaque layouts have no single storage
         storage = tensor.untyped_storage()
         # The weak reference keeps the address from being used again while it is a key here; it holds no memory.
         self._storages[storage._cdata] = (StorageWeakRef(storage), index)  # type: ignore[no-untyped-call]
@@ -358,6 +363,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if source.producer >= 0 and source.producer not in seen:
                     seen.add(source.producer)
                     stack.append(source.producer)
+
+
+def _is_capturing() -> bool:
+    """Whether a CUDA graph is being captured: nothing of ours may become part of it."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class Watcher:
@@ -411,11 +421,11 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _where(frame: FrameType) -> tuple[tuple[Where, ...], Where | None, bool]:
-    """The user's lines, innermost first; the line of the innermost `checkpoint` call; whether that is selective."""
+def _where(frame: FrameType) -> tuple[tuple[Where, ...], Where | None, bool, bool]:
+    """(The user's lines, innermost first; line of the innermost `checkpoint` call; is that selective; is it a recomputation)."""
     stack: list[Where] = []
     checkpoint: Where | None = None
-    in_checkpoint = selective = False
+    in_checkpoint = selective = recomputed = False
     here: FrameType | None = frame
     while here is not None:
         code = here.f_code
@@ -427,5 +437,7 @@ def _where(frame: FrameType) -> tuple[tuple[Where, ...], Where | None, bool]:
             in_checkpoint = True
         elif code in _SELECTIVE_CODES:
             selective = True
+        elif code.co_name == "unpack_hook" and code.co_filename == _CHECKPOINT_FILE:
+            recomputed = True
         here = here.f_back
-    return tuple(stack[:_MAX_STACK]), checkpoint, selective
+    return tuple(stack[:_MAX_STACK]), checkpoint, selective, recomputed

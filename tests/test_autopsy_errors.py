@@ -427,3 +427,13 @@ def test_explaining_leaves_the_model_as_it_was() -> None:
     assert outcome.codes == ["G122"] and model.calls == 3
     assert all(p._version == 3 for p in model.parameters())  # made, and two steps were taken
     assert model.body.weight.grad is None  # the failed backward never came so far, and neither did the replay
+
+
+def test_an_explanation_that_fails_still_names_rule_and_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("safetrain.rules.autopsy.inplace._first_changed", lambda failure: 1 / 0)
+    model = Gate()
+    with pytest.raises(RuntimeError) as caught:
+        mse(model, regression(1)[0]).backward()  # unexplained
+    finding = explain(caught.value, model=model)
+    assert finding is not None and finding.code == "G122" and "ZeroDivisionError" in (finding.cause or "")
+    assert finding.source is not None and finding.source.line == line_of("unexplained")

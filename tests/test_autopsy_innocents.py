@@ -376,6 +376,34 @@ def stochastic_depth(before: Any) -> Any:
     return [p.grad for p in blocks.parameters()] + [x.grad]
 
 
+def several_kinds_of_recomputation(before: Any) -> Any:
+    """Reentrant, not reentrant, and a hand-written Function that runs its block again in backward."""
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, block: nn.Module, x: Tensor, *params: Tensor) -> Tensor:
+            ctx.block = block
+            ctx.save_for_backward(x)
+            with torch.no_grad():
+                return block(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad_out: Tensor) -> Any:
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            with torch.enable_grad():
+                out = ctx.block(x)
+            return None, *torch.autograd.grad(out, (x, *ctx.block.parameters()), grad_out)
+
+    a, b, c = (nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3))
+    h = checkpoint(a, torch.randn(3, 4).requires_grad_(), use_reentrant=False)
+    h = checkpoint(b, h, use_reentrant=True)
+    h = Again.apply(c, h, *c.parameters())
+    loss = checkpoint(a, h, use_reentrant=False).pow(2).mean()
+    before(loss)
+    loss.backward()
+    return [p.grad for m in (a, b, c) for p in m.parameters()]
+
+
 def complex_and_views(before: Any) -> Any:
     w = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
     z = torch.fft.fft(torch.randn(3, 4)) @ w
@@ -424,8 +452,8 @@ PROGRAMS: list[Program] = [
     resnet, densenet, unet, vq_vae, gan, gradient_penalty, truncated_backprop, checkpointed_batchnorm_held_still,
     nested_and_autocast_checkpoints, selective_checkpoint, function_transforms, meta_learning, lbfgs, sharpness_aware,
     binarised_weights, graph_network, sparse_embedding, mark_dirty_function, decoding_with_a_preallocated_cache,
-    distillation, noisy_layers, stochastic_depth, complex_and_views, retained_terms_by_one_graph, weight_norms,
-    offloaded_activations,
+    distillation, noisy_layers, stochastic_depth, several_kinds_of_recomputation, complex_and_views,
+    retained_terms_by_one_graph, weight_norms, offloaded_activations,
 ]  # fmt: skip
 
 

@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from autopsy_cases import KINDS, MLP, line_of, mse, regression, run
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
 from safetrain.autopsy import Screen
+from safetrain.recorder import Recorder, Watcher
 
 # ---------------------------------------------------------------------- G129
 
@@ -560,3 +562,24 @@ def test_another_dispatch_mode_left_on_does_not_break_the_stack() -> None:
     counter.__exit__(None, None, None)
     assert screen.stop()
     assert counter.get_total_flops() > 0
+
+
+def test_a_fault_of_the_record_is_not_one_of_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Watcher):
+        def before(self, *args: Any) -> None:
+            raise ValueError("a bug of ours")
+
+    model, batch = MLP(), regression(1)[0]
+    with Recorder(model, watchers=[Broken()]) as record:
+        mse(model, batch).backward()
+    assert record.failed and model.body.weight.grad is not None
+    assert "a bug of ours" in caplog.text
+
+
+def test_the_screen_is_over_when_the_first_step_breaks_off() -> None:
+    def loss_of(m: nn.Module, batch: Any) -> Tensor:
+        raise KeyError("the user's own")
+
+    outcome = run(MLP(), loss_of, regression(1))
+    assert isinstance(outcome.error, KeyError) and outcome.codes == []
+    assert _get_current_dispatch_mode() is None

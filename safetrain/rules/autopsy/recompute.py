@@ -191,7 +191,7 @@ def _first_difference(record: Recorder) -> Op | None:
 
 
 def _last_recomputed(record: Recorder | None) -> SourceLine | None:
-    again = [op for op in record.ops if op.task != -1 and op.grad_enabled] if record is not None else []
+    again = [op for op in record.ops if op.recomputed] if record is not None else []
     return again[-1].source if again else None
 
 
@@ -207,13 +207,13 @@ def _kind(op: Op) -> tuple[Any, ...]:
 
 
 def _recomputations(record: Recorder) -> Iterator[list[Op]]:
-    """Each stretch of operations with gradients on inside one backward: one recomputed segment."""
+    """Each stretch of operations that a checkpoint did again: one recomputed segment, or several in a row."""
     stretch: list[Op] = []
     for op in record.ops:
-        if op.task != -1 and op.grad_enabled:
+        if op.recomputed:
             if _compares(op):
                 stretch.append(op)
-        elif stretch and op.short_name != "detach":  # saving a result detaches it
+        elif stretch:
             yield stretch
             stretch = []
     if stretch:

@@ -11,7 +11,7 @@ import inspect
 import logging
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -199,8 +199,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Nodes numbered from here on were made during the record."""
         self.op_of_node: dict[int, int] = {}
         """Sequence number of a node → index of the operation that made it."""
-        self.items: dict[float, int] = {}
-        """Numbers that `item()` gave out → index of that operation."""
         self.suspended = False
         self.failed = False
         """Something went wrong while recording: the record ends there, and shows nothing reliable."""
@@ -308,7 +306,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._write(tensor, op.index)
         if op.name == "aten::_local_scalar_dense" and isinstance(result, (int, float)):
             op.scalars = (float(result),)
-            self.items[float(result)] = op.index
 
     def _write(self, tensor: Tensor, index: int) -> None:
         if tensor.layout is not torch.strided:
@@ -352,22 +349,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if op.backward_of is not None:
                 run.setdefault(op.backward_of, op.task)
         return run
-
-    def ancestors(self, start: int) -> Iterator[Op]:
-        """The operations that the value made by operation `start` was computed from, `start` included."""
-        seen, stack = {start}, [start] if start >= 0 else []
-        while stack:
-            op = self.ops[stack.pop()]
-            yield op
-            for source in op.inputs:
-                if source.producer >= 0 and source.producer not in seen:
-                    seen.add(source.producer)
-                    stack.append(source.producer)
-
-
-def _is_capturing() -> bool:
-    """Whether a CUDA graph is being captured: nothing of ours may become part of it."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class Watcher:
@@ -422,7 +403,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _where(frame: FrameType) -> tuple[tuple[Where, ...], Where | None, bool, bool]:
-    """(The user's lines, innermost first; line of the innermost `checkpoint` call; is that selective; is it a recomputation)."""
+    """(User lines, innermost first; line of the innermost `checkpoint` call; is that selective; is it done again)."""
     stack: list[Where] = []
     checkpoint: Where | None = None
     in_checkpoint = selective = recomputed = False

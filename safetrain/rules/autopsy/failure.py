@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -188,13 +188,6 @@ def _inside(value: Any, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
         for key, item in list(value.items())[:_MAX_ITEMS]:
             for suffix, tensor in _inside(item, depth + 1):
                 yield f"[{key!r}]{suffix}", tensor
-
-
-def list_names(names: Iterable[str], limit: int = 3) -> str:
-    """`a`, `b` and 4 more."""
-    every = list(names)
-    text = ", ".join(f"`{n}`" for n in every[:limit])
-    return text + (f" and {len(every) - limit} more" if len(every) > limit else "")
 
 
 def tensor_in_message(text: str) -> tuple[tuple[int, ...] | None, str | None, int | None, int | None]:

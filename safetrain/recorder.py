@@ -351,6 +351,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return run
 
 
+def _is_capturing() -> bool:
+    """Whether a CUDA graph is being captured: nothing of ours may become part of it."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
 class Watcher:
     """Looks at operations while their tensors are alive. What it keeps must be names, numbers or small copies."""
 

@@ -11,6 +11,7 @@ off, and hands the findings to the `Report`. Guards hold no tensor and nothing t
 | AutopsyGuard | the first step, exceptions | G121–G129 |
 | FiniteGuard | backward start and end | P206 P211 |
 | FragmentationGuard | backward start, step end (CUDA) | M403 |
+| WorkerGuard | step end (Linux, with loader workers) | M402 |
 | MemoryGuard | step end, evaluation, exceptions | M401 M402 M404 M405 |
 
 Other families add theirs to `default_guards`.

@@ -270,7 +270,9 @@ def _is_empty(value: ast.expr) -> bool:
         return all(_is_empty(element) for element in value.values)
     if isinstance(value, ast.Call):
         return _called(value) in _EMPTY_CALLS
-    return isinstance(value, (ast.ListComp, ast.DictComp))
+    if isinstance(value, ast.DictComp):
+        return _is_empty(value.value)
+    return isinstance(value, ast.ListComp) and _is_empty(value.elt)
 
 
 def _parts(argument: ast.expr) -> list[ast.expr]:

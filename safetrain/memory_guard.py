@@ -25,6 +25,7 @@ from safetrain.memory import HeapMeter, Meter, heap_is_readable, meter_for
 from safetrain.rules import memory
 from safetrain.rules.graph import start_trace
 from safetrain.rules.out_of_memory import find_out_of_memory, is_out_of_memory, owned_bytes
+from safetrain.worker_guard import WorkerGuard
 
 if TYPE_CHECKING:
     from safetrain.state import RunState
@@ -56,7 +57,7 @@ _FIRST_EVAL = 1
 
 def memory_guards(report: Report) -> list[Callback]:
     """Those that watch memory."""
-    return [FragmentationGuard(report), MemoryGuard(report)]
+    return [FragmentationGuard(report), WorkerGuard(report), MemoryGuard(report)]
 
 
 class MemoryGuard(Callback):
@@ -208,7 +209,7 @@ class MemoryGuard(Callback):
         if purpose == "remembered" and not self._goes_on(slope, entry or track.entry):
             return None
         self._told.add(way)
-        source = memory.cache_line(holder) or stored_at or reading.storing_line()
+        source = memory.cache_line(holder.path) or stored_at or reading.storing_line()
         enough = suspect.bytes_per_step / 10
         return memory.memory_growth(
             suspect,

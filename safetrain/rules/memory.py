@@ -159,9 +159,9 @@ def _shapes_in_words(shapes: Sequence[tuple[tuple[int, ...], ...]]) -> str:
     return ", ".join(str(list(max(shape, key=math.prod))) for shape in sorted(shapes)[:3])
 
 
-def cache_line(holder: Holder) -> SourceLine | None:
-    """Where a `functools.lru_cache` on the way was put on its function: that line is the one to change."""
-    for obj in holder.path:
+def cache_line(path: Iterable[Any]) -> SourceLine | None:
+    """Where a `functools.lru_cache` among the objects was put on its function: that line is the one to change."""
+    for obj in path:
         code = getattr(getattr(obj, "__wrapped__", None), "__code__", None) if type(obj).__name__ == _LRU else None
         if code is not None:
             return SourceLine(code.co_filename, code.co_firstlineno, line_text(code.co_filename, code.co_firstlineno))

@@ -259,29 +259,56 @@ def _attribute_write(module: nn.Module, attribute: str) -> SourceLine | None:
 
 def _from_source(failure: Failure, changed: SavedTensor | None) -> Finding:
     """Neither record nor name: say what autograd knows, and list in-place statements of the failed frames."""
-    shape, made_by, _, _ = tensor_in_message(failure.text)
-    writes: list[SourceLine] = []
-    for frame, line in failure.user_frames:
-        filename = frame.f_code.co_filename
-        statement = syntax.statement_at(filename, line)
-        if statement is not None:
-            writes += syntax.lines_where(filename, _writes_in_place, inside=syntax.scope_of(statement))
+    shape, made_by, version, _ = tensor_in_message(failure.text)
+    writes, matching = _writes_near(failure, shape, version)
     node = changed.node.name() if changed is not None else "an operation"
     op = (made_by or "").removesuffix("0").removesuffix("Backward") or None
+    place = matching[0] if matching else writes[0] if len(writes) == 1 else failure.source
+    near = "; in-place statements near it: " + "; ".join(f"line {w.line} `{w.text}`" for w in writes[:5])
+    where = f" on line {place.line}: `{place.text}`" if matching and place is not None else ""
     return INPLACE_MODIFIED.finding(
         f"a tensor of shape {list(shape) if shape is not None else '?'} that {node} saved was changed in place "
-        "before backward",
-        source=writes[0] if len(writes) == 1 else failure.source,
+        f"before backward{where}",
+        source=place,
         op=op,
         cause=(f"the value now there was made by {op}; " if op else "")
         + "inferred without a replay"
-        + (
-            "; in-place statements near it: " + "; ".join(f"line {w.line} `{w.text}`" for w in writes[:5])
-            if writes
-            else ""
-        ),
+        + (near if writes else ""),
         fix=_FIX,
     )
+
+
+def _writes_near(
+    failure: Failure, shape: tuple[int, ...] | None, version: int | None
+) -> tuple[list[SourceLine], list[SourceLine]]:
+    """(In-place statements of the failed functions, those among them that write to a tensor like the one named)."""
+    writes: list[SourceLine] = []
+    matching: list[SourceLine] = []
+    for frame, line in failure.user_frames:
+        filename = frame.f_code.co_filename
+        statement = syntax.statement_at(filename, line)
+        if statement is None:
+            continue
+
+        def fits(node: ast.AST, frame: FrameType = frame) -> bool:
+            value = _value_of(_target(node), frame) if _writes_in_place(node) else None
+            if not isinstance(value, Tensor) or value.is_inference() or shape is None:
+                return False
+            return sorted(value.shape) == sorted(shape) and value._version == version
+
+        scope = syntax.scope_of(statement)
+        writes += syntax.lines_where(filename, _writes_in_place, inside=scope)
+        matching += syntax.lines_where(filename, fits, inside=scope)
+    return writes, matching
+
+
+def _target(node: ast.AST) -> ast.expr:
+    """What an in-place statement writes to."""
+    target = node.target if isinstance(node, ast.AugAssign) else node.func.value  # type: ignore[attr-defined]
+    while isinstance(target, ast.Subscript):
+        target = target.value
+    assert isinstance(target, ast.expr)
+    return target
 
 
 def _writes_in_place(node: ast.AST) -> bool:

@@ -6,6 +6,7 @@ reach is looked through three times, some steps apart: what got longer each time
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 import weakref
@@ -20,11 +21,12 @@ from safetrain.findings import Finding, Report, Rule, SourceLine
 from safetrain.graph import Holder, StoreTrace, Survey
 from safetrain.growth import FAST_RATE, WARM_UP, GrowthSeries, Slope, steps_needed
 from safetrain.inventory import Inventory, Suspect, find_growing, names_of, newest, running_loaders, weigh
-from safetrain.keeping import Reading
+from safetrain.keeping import Reading, is_bounded_by_type
 from safetrain.memory import HeapMeter, Meter, heap_is_readable, meter_for
 from safetrain.rules import memory
 from safetrain.rules.graph import start_trace
 from safetrain.rules.out_of_memory import find_out_of_memory, is_out_of_memory, owned_bytes
+from safetrain.survivors import SurvivorHunt
 from safetrain.worker_guard import WorkerGuard
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ _STEADY = 0.85
 """A store of results by key that slows down by more than this fills up."""
 _MAX_SEARCHES = 12
 """Searches after evaluations in one run."""
+_MAX_HUNTS = 2
+"""Times in a run that allocations are recorded."""
 _SLOW_READING_NS = 20_000_000
 """A heap that takes so long to tell its size is asked no more."""
 _BUDGET_NS = 3_000
@@ -73,6 +77,8 @@ class MemoryGuard(Callback):
         self._used_before = 0
         self._next = 0
         self._case: _Investigation | None = None
+        self._hunt: SurvivorHunt | None = None
+        self._hunts_left = _MAX_HUNTS
         self._told: set[tuple[str, ...]] = set()
         self._waiting: dict[tuple[str, ...], tuple[int, int, int]] = {}
         self._searches = 0
@@ -141,6 +147,9 @@ class MemoryGuard(Callback):
     # ------------------------------------------------------------------ steps
 
     def _look(self, state: RunState) -> None:
+        if self._hunt is not None:
+            self._next = state.step + 1
+            return self._follow(self._hunt, state)
         if self._case is not None:
             self._next = state.step + 1
             return self._investigate(self._case, state)
@@ -169,6 +178,39 @@ class MemoryGuard(Callback):
         finding = None
         if suspect is not None:
             finding = self._judge(suspect, suspects, case.slope, case.track, state, stored_at=case.stored_at)
+        elif self._may_hunt(case, suspects):
+            self._hunt = SurvivorHunt(state.step, case.track.meter)
+            self._next = state.step + 1
+            return
+        self._close(case, finding, state)
+
+    def _may_hunt(self, case: _Investigation, suspects: list[Suspect]) -> bool:
+        """Whether to record allocations: rarely, when nothing else explains, not for garbage that will be collected."""
+        if self._hunts_left <= 0 or any(f.code.startswith("G") for f in self.report.findings):
+            return False
+        if any(s.bytes_per_step > case.slope.bytes_per_step / 10 or is_bounded_by_type(s.holder) for s in suspects):
+            return False
+        self._hunts_left -= 1
+        if not gc.isenabled():
+            return True
+        before = case.track.meter.read()
+        gc.collect()
+        return before - case.track.meter.read() < case.slope.bytes_per_step * case.slope.span / 2
+
+    def _follow(self, hunt: SurvivorHunt, state: RunState) -> None:
+        case = self._case
+        survivors = hunt.advance(state.step)
+        if not hunt.over or case is None:
+            return
+        self._hunt = None
+        finding = None
+        explained = memory.EXPLAINS * case.slope.bytes_per_step
+        if survivors is not None and not survivors.attached and survivors.bytes_per_step >= explained:
+            track = case.track
+            finding = memory.unnamed_growth(survivors, case.slope, entry=track.entry, meter=track.meter.name)
+        self._close(case, finding, state)
+
+    def _close(self, case: _Investigation, finding: Finding | None, state: RunState) -> None:
         if finding is not None:
             self.report.add(finding, step=state.current_step)
         self._case, self._loaders = None, []
@@ -247,6 +289,9 @@ class MemoryGuard(Callback):
         )
 
     def _drop_case(self) -> None:
+        if self._hunt is not None:
+            self._hunt.stop()
+            self._hunt = None
         if self._case is not None:
             self._case.end_trace()
             self._case = None

@@ -196,6 +196,10 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not block.owner or (owner == "retained" and block.owner == "activations"):
             block.owner, block.holder = owner, holder
 
+    def alive(self) -> list[tuple[int, Block]]:
+        """The storages that are there now, by their keys."""
+        return [(key, block) for key, (_, block) in self._alive.items()]
+
     def used(self) -> int:
         """The meter without this log's own lists."""
         return self._meter.read() - sum(map(sys.getsizeof, (self.blocks, self._alive, self._forward)))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import queue
 import random
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -505,3 +507,39 @@ INNOCENTS: tuple[Callable[[int], None], ...] = (
     cache_of_a_whole_dataset,
     growing_network,
 )
+
+
+# ---------------------------------------------------------------- leaks that no name leads to
+
+
+class _Pair:
+    other: _Pair
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+def cycles_that_nobody_collects(steps: int) -> None:
+    def tie(i: int, loss: Tensor, out: Tensor, model: Net) -> None:
+        a, b = _Pair(torch.randn(64, 256)), _Pair(loss.detach())
+        a.other, b.other = b, a
+
+    gc.disable()
+    try:
+        train(tie, steps=steps)
+    finally:
+        gc.enable()
+
+
+def finalizers_that_wait(steps: int) -> None:
+    anchor = Net()
+
+    def register(i: int, loss: Tensor, out: Tensor, model: Net) -> None:
+        weakref.finalize(anchor, print, torch.randn(64, 256))
+
+    train(register, steps=steps)
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.detach()
+
+
+UNNAMED: tuple[Callable[[int], None], ...] = (cycles_that_nobody_collects, finalizers_that_wait)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from memory_programs import INNOCENTS, LEAKS, of_memory, watched
+from memory_programs import INNOCENTS, LEAKS, UNNAMED, of_memory, watched
 from torch import Tensor, nn
 
 from safetrain import Trainer
@@ -32,6 +32,17 @@ def test_a_leak_of_a_kilobyte_a_step_is_named_within_200_steps(leak: Callable[[i
     assert finding.growth_bytes_per_step > 900
     assert leak.__code__.co_firstlineno <= finding.source.line or leak.__name__ == "dataset_remembers"
     assert finding.fix
+
+
+@pytest.mark.parametrize("leak", UNNAMED, ids=lambda p: p.__name__)
+def test_a_leak_that_no_name_leads_to_is_told_by_the_line_that_allocates(leak: Callable[[int], None]) -> None:
+    with watched() as report:
+        leak(120)
+    (finding,) = of_memory(report)
+    assert finding.code == "M402"
+    assert "torch.randn(64, 256)" in finding.source.text
+    assert finding.growth_bytes_per_step == 65_536
+    assert finding.holder
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -18,19 +18,26 @@ from safetrain.graph import Holder, files_of, format_bytes
 from safetrain.growth import Slope
 from safetrain.inventory import Suspect
 from safetrain.keeping import Purpose
-from safetrain.source import USER, grade, line_text
+from safetrain.source import USER, grade, line_text, with_text
 
 DEVICE = rule("M401", "device-memory-growth", "warning", "device memory at the same point of the step keeps rising")
 HOST = rule("M402", "host-memory-growth", "warning", "host memory at the same point of the step keeps rising")
 EVAL = rule("M405", "eval-memory-growth", "warning", "memory rises from one evaluation to the next")
 
+_UNNAMED_FIX = (
+    "let go of it when its step is over: look for a registry, a callback or an exception that still refers to it, or, "
+    "with the collector switched off, for objects that refer to each other (call gc.collect() now and then)"
+)
 FRAGMENTED = rule("M403", "fragmentation", "warning", "reserved memory is far above what is allocated")
+
+if TYPE_CHECKING:
+    from safetrain.survivors import Survivors
 
 _LRU = "_lru_cache_wrapper"
 _SMALL_RECORDS = 16_000
 """Numbers and short strings below so many bytes a step are a history, and nobody's fault."""
 _FRAGMENT_BYTES = 256_000_000
-_EXPLAINS = 0.4
+EXPLAINS = 0.4
 """Share of the measured growth that a place must account for before it is blamed."""
 
 
@@ -40,7 +47,7 @@ def blame(suspects: Iterable[Suspect], bytes_per_step: float) -> Suspect | None:
     Left out: histories of plain numbers, and whatever carries a graph, which is the business of the graph rules.
     """
     for suspect in sorted(suspects, key=lambda s: -s.bytes_per_step):
-        if suspect.bytes_per_step < _EXPLAINS * bytes_per_step:
+        if suspect.bytes_per_step < EXPLAINS * bytes_per_step:
             return None
         if suspect.weight.attached or (suspect.weight.numbers_only and suspect.bytes_per_step < _SMALL_RECORDS):
             return None
@@ -123,6 +130,22 @@ def _fix(suspect: Suspect, entry: Rule, purpose: Purpose | None) -> str:
     if purpose == "emptied":
         return "it is emptied in the source, but was not for more than an epoch: empty it where every epoch passes"
     return "keep fewer (`collections.deque(maxlen=…)`), empty it when it has been used, or keep a number: `.item()`"
+
+
+def unnamed_growth(survivors: Survivors, slope: Slope, *, entry: Rule = HOST, meter: str = "CPU heap") -> Finding:
+    """The finding for growth that no name of the user's leads to: the line that makes what stays."""
+    shape = list(survivors.shape)
+    return entry.finding(
+        f"tensors made here stay after their step, {format_bytes(survivors.bytes_per_step)} a step (e.g. one of shape "
+        f"{shape} by {survivors.op}); {meter} rose by {format_bytes(slope.bytes_per_step * slope.span)} over "
+        f"{slope.span} steps, and no variable, attribute or container that names reach accounts for it",
+        source=survivors.source and with_text(survivors.source),
+        holder=survivors.holder,
+        op=survivors.op,
+        growth_bytes_per_step=survivors.bytes_per_step,
+        pinned_bytes=round(survivors.bytes_per_step * slope.span),
+        fix=_UNNAMED_FIX,
+    )
 
 
 # ---------------------------------------------------------------------- M403

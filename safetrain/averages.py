@@ -11,7 +11,7 @@ _RUN = 64  # values added up in their own precision before the sum moves to floa
 
 
 class Average:
-    """The weighted mean of one name. Values that come with the same weight are added up plainly, and weighed in runs."""
+    """The weighted mean of one name. Values that come with equal weights are added up plainly, and weighed in runs."""
 
     __slots__ = ("_device", "_length", "_name", "_run", "_run_weight", "_total", "_weight")
 
@@ -27,7 +27,7 @@ class Average:
     def add(self, value: Tensor | float, weight: float) -> None:
         """Count `value`, a scalar without graph, `weight` times. No host sync."""
         if isinstance(value, Tensor) and value.ndim:
-            value = self._scalar(value)
+            value = self.scalar(value)
         run = self._run
         if run is None or weight != self._run_weight:
             run = self._begin_run(value, weight)
@@ -64,7 +64,12 @@ class Average:
             self._run.zero_()
             self._length = 0
 
-    def _scalar(self, value: Tensor) -> Tensor:
+    def scalar(self, value: Tensor) -> Tensor:
+        """`value` without dimensions.
+
+        Raises:
+            BatchError: it holds several numbers.
+        """
         if value.numel() != 1:
             raise BatchError(
                 f"metric `{self._name}` has shape {tuple(value.shape)}; a metric is one number a batch: return "
@@ -88,10 +93,16 @@ class Averages:
 
     def add(self, name: str, value: Tensor | float, weight: Tensor | float) -> None:
         """Count `value` `weight` times under `name`; the weight may be a scalar tensor. No host sync."""
-        if isinstance(weight, Tensor):
-            self[name].add_sum(value * weight, weight)
-        else:
-            self[name].add(value, weight)
+        try:
+            if isinstance(weight, Tensor):
+                self[name].add_sum((self[name].scalar(value) if isinstance(value, Tensor) else value) * weight, weight)
+            else:
+                self[name].add(value, weight)
+        except (TypeError, RuntimeError) as error:
+            raise BatchError(
+                f"metric `{name}` is {value!r:.80}, a {type(value).__name__}; a metric is one real number a batch: a "
+                "float or a scalar tensor"
+            ) from error
 
     def compute(self) -> dict[str, float]:
         """The means as numbers: one host sync, however many names."""

@@ -393,7 +393,7 @@ def _named_class(name: str, available: Mapping[str, Any], base: type, path: str,
         }
         found = known.get(name)
         if found is None:
-            near = difflib.get_close_matches(name, known, n=1) or [n for n in known if n.lower() == name.lower()]
+            near = [n for n in known if n.lower() == name.lower()] or difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(known))}"
             raise ConfigError(f"{path}: no {name} in {home}; {hint}")
     if not (inspect.isclass(found) and issubclass(found, base)):

@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, rest = parser.parse_known_args(words)
     verb: Verb | None = getattr(args, "verb", None)
     if verb is None:
+        if rest:
+            parser.error(f"no option {rest[0]}")
         parser.print_help()
         return EXIT_OK
 
@@ -137,6 +139,7 @@ def _declare_config(parser: argparse.ArgumentParser) -> None:
         "overrides",
         metavar="key.sub=value",
         nargs="*",
+        default=[],  # without it argparse says that one is required
         help="settings that replace those of the file, e.g. optim.lr=1e-3",
     )
 
@@ -180,6 +183,7 @@ def _declare_resume(parser: argparse.ArgumentParser) -> None:
         "overrides",
         metavar="key.sub=value",
         nargs="*",
+        default=[],
         help="settings that change from here on, e.g. loop.max_steps=2000",
     )
 

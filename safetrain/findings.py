@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from safetrain.errors import ConfigError, GuardError
 
 Severity = Literal["note", "warning", "error"]
 Policy = Literal["ignore", "note", "warning", "error"]
+POLICIES: tuple[str, ...] = get_args(Policy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,9 @@ class Report:
         unknown = sorted(set(policy or ()) - set(RULES))
         if unknown:
             raise ConfigError(f"guards: no rule {', '.join(unknown)}; `python -m safetrain rules` lists them")
+        for code, value in (policy or {}).items():
+            if value not in POLICIES:
+                raise ConfigError(f"guards: {code} is {value!r}; it is one of {', '.join(POLICIES)}")
         self.findings: list[Finding] = []
         self._policy = dict(policy or {})
         self._strict = strict
@@ -156,11 +161,15 @@ class Report:
 
     def close(self) -> None:
         """Write final counts to `findings.jsonl` (an empty file says: watched, nothing found)."""
-        if self._jsonl is not None:
+        if self._jsonl is not None and (self.findings or self._jsonl.parent.is_dir()):
             self._write_jsonl()
 
     def _write_jsonl(self) -> None:
         assert self._jsonl is not None
-        self._jsonl.parent.mkdir(parents=True, exist_ok=True)
         lines = "".join(f.to_json() + "\n" for f in self.findings)
-        self._jsonl.write_text(self._earlier + lines, encoding="utf-8")
+        try:
+            self._jsonl.parent.mkdir(parents=True, exist_ok=True)
+            self._jsonl.write_text(self._earlier + lines, encoding="utf-8")
+        except OSError as error:  # a full disk must neither end a training nor hide the error that ended it
+            warnings.warn(f"{self._jsonl} cannot be written ({error}), so findings are only shown", stacklevel=3)
+            self._jsonl = None

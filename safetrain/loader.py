@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -263,7 +263,11 @@ class EpochLoader:
         """
         self._finished = True
         if self.batches_done == 0:
-            raise BatchError(f"{self.name} loader gave no batch in epoch {self.epoch}: {_why_empty(self.source)}")
+            self.refuse_empty(f" in epoch {self.epoch}")
+
+    def refuse_empty(self, when: str = "") -> NoReturn:
+        """Say that there was no batch, and why. Raises BatchError."""
+        raise BatchError(f"{self.name} loader gave no batch{when}: {_why_empty(self.source)}")
 
 
 class _Counted:
@@ -368,6 +372,11 @@ def _set_epoch(source: Any, epoch: int) -> None:
 
 
 def _why_empty(source: Any) -> str:
+    if hasattr(source, "__next__"):
+        return (
+            f"the {type(source).__name__} object is empty, or was used up before; give a function that makes a new one "
+            "(the generator function itself, without calling it), a list or a DataLoader"
+        )
     if not isinstance(source, DataLoader):
         return f"the {type(source).__name__} is empty; check what it reads"
     if isinstance(source.dataset, IterableDataset):

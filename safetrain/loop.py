@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -32,14 +33,17 @@ from safetrain import compile as compiling
 from safetrain.activation_checkpoint import CheckpointOptions
 from safetrain.averages import Averages
 from safetrain.callbacks.base import Callback, Listeners
+from safetrain.callbacks.run_dir import writable_run_dir
 from safetrain.compile import CompileOptions
+from safetrain.context_guard import ContextGuard
 from safetrain.deferred import DeferredFlag
 from safetrain.errors import BatchError, ConfigError, NonFiniteError
 from safetrain.findings import Report
 from safetrain.guards import default_guards
 from safetrain.loader import EpochLoader
+from safetrain.loop_guards import SnapshotGuard
 from safetrain.modules import as_patterns
-from safetrain.settings import check_optimizers, check_settings, needs_closure
+from safetrain.settings import check_arguments, check_optimizers, check_settings, needs_closure
 from safetrain.state import RunState
 from safetrain.terminal import Terminal
 from safetrain.weighting import Metrics, Shares, StepOutput, check_loss, unpack
@@ -141,6 +145,7 @@ class Trainer:
         self.log_every = log_every
         self.seed, self.deterministic = seed, deterministic
         check_settings(self)
+        check_arguments(compile, activation_checkpoint, callbacks)
 
         self.device = torch.device(device) if device is not None else _device_of(model)
         model.to(self.device)
@@ -189,7 +194,14 @@ class Trainer:
         policy = guards if isinstance(guards, Mapping) else {}
         jsonl = run_dir / "findings.jsonl" if run_dir is not None else None
         self.report = Report(policy, strict=self.strict, jsonl=jsonl, show=Terminal(sys.stderr).show_loud)
-        self.listeners = Listeners([*(default_guards(self.report) if guards != "off" else ()), *self.callbacks])
+        if guards == "off":
+            self.listeners = Listeners(self.callbacks)
+        else:
+            context = ContextGuard(self.model, self.report, device_type=self.device.type)
+            snapshots = SnapshotGuard(self.report, functools.partial(_snapshot_holders, weakref.ref(self)))
+            self.listeners = Listeners(
+                [*default_guards(self.report), snapshots, *self.callbacks], watch=context.watch_callback
+            )
 
     # ------------------------------------------------------------------ what a subclass writes
 
@@ -328,9 +340,11 @@ class Trainer:
             norm = self._clip_each_group(chosen)
         else:
             params = [p for o in chosen.values() for g in o.param_groups for p in g["params"] if p.grad is not None]
-            norm = get_total_norm([p.grad for p in params], self.clip_norm_type) if params else None
+            norm = _total_norm(params, self.clip_norm_type) if params else None
             if self.clip_norm is not None and norm is not None:
                 clip_grads_with_norm_(params, self.clip_norm, norm)
+                if state.scaler is not None and len(chosen) > 1:
+                    _skip_together(state.scaler, chosen.values(), norm)  # the norm of one has scaled all
         if self.clip_value is not None:
             clip_grad_value_([p for o in chosen.values() for g in o.param_groups for p in g["params"]], self.clip_value)
         state.grad_norm = norm
@@ -341,7 +355,7 @@ class Trainer:
         for group in (group for opt in chosen.values() for group in opt.param_groups):
             params = [p for p in group["params"] if p.grad is not None]
             if params:
-                norms.append(get_total_norm([p.grad for p in params], self.clip_norm_type))
+                norms.append(_total_norm(params, self.clip_norm_type))
                 if self.clip_norm is not None:
                     clip_grads_with_norm_(params, self.clip_norm, norms[-1])
         return get_total_norm(norms, self.clip_norm_type) if norms else None
@@ -362,9 +376,7 @@ class Trainer:
             opt.step()
             self._conclude(name, taken=True)
         elif skips_on_device:
-            found_inf = torch.ne(norm * 0, 0).to(
-                torch.float32
-            )  # Inf and NaN times zero are NaN, which differs from zero
+            found_inf = _not_finite(norm)
             opt.grad_scale, opt.found_inf = None, found_inf  # type: ignore[attr-defined]
             try:
                 opt.step()
@@ -399,9 +411,10 @@ class Trainer:
                 scheduler.step()
             return
         state.skipped_steps += 1
+        others = " (or of one that steps together with it)" if len(state.optimizers) > 1 else ""
         told = (
-            f"step {state.current_step}: the gradients of optimizer `{name}` were Inf or NaN, so the step was skipped "
-            "and the weights are as before"
+            f"step {state.current_step}: the gradients of optimizer `{name}`{others} were Inf or NaN, so the step was "
+            "skipped and the weights are as before"
         )
         if self.nonfinite == "raise":
             raise NonFiniteError(f"{told}. `nonfinite='skip'` goes on instead")
@@ -460,6 +473,8 @@ class Trainer:
         try:
             with self._failures_told(), rng.deterministic_algorithms(self.deterministic):
                 self.listeners.on_fit_start(state)
+                if state.run_dir is not None:
+                    writable_run_dir(state, "the Trainer")
                 while not self._should_stop(started):
                     self._run_epoch(val, started)
                 self._settle(state.optimizers)
@@ -543,7 +558,7 @@ class Trainer:
             if self.eval_every is not None and val is not None and state.step % self.eval_every == 0:
                 self._evaluate_and_log(val)
             self._save_if_requested()
-            if self._should_stop(started) and not self._at_epoch_end(loader):
+            if self._should_stop(started) and (state.stop_reason is not None or not self._at_epoch_end(loader)):
                 return
         self._end_epoch(val)
 
@@ -701,17 +716,23 @@ class Trainer:
     def _evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
         state = self.state
         averages = Averages(self.device)
+        source = EpochLoader.of(loader, "evaluation")
         with self._evaluating(averages):
-            count = self._evaluation_loop(loader, averages)
-            if not count:
-                raise BatchError("evaluation: the loader gave no batch; check its dataset, batch_size and drop_last")
-            state.eval_metrics = averages.compute()
+            if not self._evaluation_loop(source, averages):
+                source.refuse_empty()
+            metrics = averages.compute()
+        if not metrics:
+            raise BatchError(
+                "evaluation: no step returned or logged a number, so there is nothing to average; return the loss, "
+                "`(loss, metrics)` or a dict of metrics (is a `return` missing?)"
+            )
+        state.eval_metrics = metrics
         self.listeners.on_eval_end(state)
         return state.eval_metrics
 
     def _evaluation_loop(self, loader: Iterable[Any], averages: Averages) -> int:
-        own = type(self).evaluation_step is not Trainer.evaluation_step
-        step, size_of = self.evaluation_step if own else self.training_step, self.batch_size
+        is_default = getattr(self.evaluation_step, "__func__", None) is Trainer.evaluation_step
+        step, size_of = self.training_step if is_default else self.evaluation_step, self.batch_size
         moves = self.device.type != "cpu"
         add_loss = averages["loss"].add
         count = 0
@@ -742,7 +763,8 @@ class Trainer:
     def predict(self, loader: Iterable[Any]) -> list[Any]:
         """`predict_step` of every batch, without graphs, on the CPU. A host sync a batch on accelerators."""
         with self._evaluating(None):
-            return [batches.to_host(self.predict_step(self.to_device(batch))) for batch in loader]
+            source = EpochLoader.of(loader, "prediction")
+            return [batches.to_host(self.predict_step(self.to_device(batch))) for batch in source]
 
     @contextmanager
     def _evaluating(self, averages: Averages | None) -> Iterator[None]:
@@ -751,9 +773,9 @@ class Trainer:
         state.phase, self._averages = "eval", averages
         modes = [(module, module.training) for module in self.model.modules()]
         context = torch.inference_mode() if self.eval_context == "inference_mode" else torch.no_grad()
-        if averages is not None:  # a prediction ends without on_eval_end: listeners would take it for an evaluation
-            self.listeners.on_eval_start(state)
         try:
+            if averages is not None:  # a prediction ends without on_eval_end: listeners would take it for an evaluation
+                self.listeners.on_eval_start(state)
             self.model.eval()
             with rng.preserved(), context, self._autocast:
                 yield
@@ -826,10 +848,38 @@ class _NonFiniteInClosure(Exception):
     """Leaves an optimizer's line search before it writes Inf or NaN into the weights."""
 
 
+def _total_norm(params: Sequence[nn.Parameter], norm_type: float) -> Tensor:
+    """Total norm of the gradients, on the device."""
+    grads = [p.grad for p in params if p.grad is not None]
+    try:
+        return get_total_norm(grads, norm_type)
+    except NotImplementedError:  # a sparse one among them: its values are all that counts
+        return get_total_norm([g.coalesce().values() if g.is_sparse else g for g in grads], norm_type)
+
+
+def _not_finite(norm: Tensor) -> Tensor:
+    """1.0 where `norm` is Inf or NaN, else 0.0, on the device: times zero they are NaN, which differs from zero."""
+    return torch.ne(norm * 0, 0).to(torch.float32)
+
+
+def _skip_together(scaler: torch.amp.GradScaler, optimizers: Iterable[Optimizer], norm: Tensor) -> None:
+    """Have the scaler skip all of them when their common norm is not finite, without reading it."""
+    found_inf = _not_finite(norm)
+    for opt in optimizers:
+        for device, found in scaler._found_inf_per_device(opt).items():
+            found.copy_(torch.maximum(found, found_inf.to(device)))  # fused kernels compare it with exactly 1
+
+
 def _found_inf(scaler: torch.amp.GradScaler, opt: Optimizer) -> Tensor:
     """What `unscale_` found, on the device: non-zero when a gradient was Inf or NaN."""
     found: dict[Any, Tensor] = scaler._found_inf_per_device(opt)
     return torch.stack(list(found.values())).sum() if len(found) > 1 else next(iter(found.values()))
+
+
+def _snapshot_holders(trainer: weakref.ref[Trainer]) -> list[tuple[str, Any]]:
+    """Where a script keeps its best weights: on trainer or callback. Held weakly: a guard keeps no run alive."""
+    held = trainer()
+    return [] if held is None else [("trainer", held), *((type(c).__name__, c) for c in held.callbacks)]
 
 
 def _note_step(stepped: set[str], name: str, *_: Any) -> None:
@@ -838,7 +888,7 @@ def _note_step(stepped: set[str], name: str, *_: Any) -> None:
 
 
 def _first(loader: Iterable[Any], count: int) -> list[Any]:
-    return list(itertools.islice(loader, count))
+    return list(itertools.islice(EpochLoader.of(loader), count))
 
 
 def _is_plateau(scheduler: Any) -> bool:

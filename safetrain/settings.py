@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
+from numbers import Integral, Real
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from safetrain.activation_checkpoint import CheckpointOptions
+from safetrain.compile import CompileOptions
 from safetrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,8 +33,13 @@ def check_settings(t: Trainer) -> None:
     for name, allowed in choices.items():
         if getattr(t, name) not in allowed:
             raise ConfigError(f"{name}={getattr(t, name)!r}; it is {' or '.join(map(repr, allowed))}")
-    for name in ("accumulate", "log_every", "max_steps", "max_epochs", "max_time", "eval_every", "limit_batches",
-                 "limit_eval_batches", "clip_norm", "clip_value", "clip_norm_type"):  # fmt: skip
+    counts = ("accumulate", "log_every", "max_steps", "max_epochs", "eval_every", "limit_batches", "limit_eval_batches",
+              "overfit_batches", "seed")  # fmt: skip
+    for name in counts:
+        _check_type(name, getattr(t, name), Integral, "a whole number")
+    for name in ("max_time", "clip_norm", "clip_value", "clip_norm_type"):
+        _check_type(name, getattr(t, name), Real, "a number")
+    for name in (*counts[:-2], "max_time", "clip_norm", "clip_value", "clip_norm_type"):
         value = getattr(t, name)
         if value is not None and not value > 0:
             raise ConfigError(f"{name}={value!r}; it must be above zero")
@@ -39,6 +49,24 @@ def check_settings(t: Trainer) -> None:
         raise ConfigError("clip_norm and clip_value are both set; clip by one of them")
     if t.nonfinite == "raise" and not t.check_finite:
         raise ConfigError("nonfinite='raise' needs check_finite, which is off")
+
+
+def check_arguments(compile: Any, activation_checkpoint: Any, callbacks: Any) -> None:
+    """The same for arguments that the Trainer does not keep as they are given."""
+    if not isinstance(compile, (bool, CompileOptions, NoneType)):
+        raise ConfigError(f"compile={compile!r}; it is True, False or CompileOptions(...)")
+    if not isinstance(activation_checkpoint, (CheckpointOptions, Iterable, NoneType)):
+        raise ConfigError(
+            f"activation_checkpoint={activation_checkpoint!r}; name the modules that recompute, such as 'blocks.*', or "
+            "give CheckpointOptions(...)"
+        )
+    if not isinstance(callbacks, Iterable):
+        raise ConfigError(f"callbacks={callbacks!r}; give a list, such as [Progress()]")
+
+
+def _check_type(name: str, value: Any, kind: type, called: str) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise ConfigError(f"{name}={value!r}, a {type(value).__name__}; it is {called}")
 
 
 def check_optimizers(optimizers: dict[str, Optimizer], schedulers: dict[str, Any], precision: str) -> None:
@@ -57,6 +85,11 @@ def check_optimizers(optimizers: dict[str, Optimizer], schedulers: dict[str, Any
     for name, scheduler in schedulers.items():
         if name not in optimizers:
             raise ConfigError(f"schedulers names `{name}`, but the optimizers are {', '.join(map(repr, optimizers))}")
+        if not callable(getattr(scheduler, "step", None)):
+            raise ConfigError(
+                f"the scheduler of `{name}` is a {type(scheduler).__name__}; the Trainer needs one of "
+                "torch.optim.lr_scheduler, such as LambdaLR(optimizer, function)"
+            )
         if getattr(scheduler, "optimizer", optimizers[name]) is not optimizers[name]:
             raise ConfigError(f"the scheduler of `{name}` was built for another optimizer than the Trainer's `{name}`")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -27,6 +28,23 @@ class StepOutput:
     loss_sum: Tensor
     weight: Tensor | float
     metrics: Metrics = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.loss_sum, Tensor):
+            raise BatchError(f"StepOutput: loss_sum is {_described(self.loss_sum)}; it is the loss, a scalar tensor")
+        weight: Any = self.weight  # from users who run no type checker
+        if isinstance(weight, Tensor):
+            if weight.numel() != 1:
+                raise BatchError(
+                    f"StepOutput: weight has shape {tuple(weight.shape)}; it is one number, how many items loss_sum "
+                    "adds up: such as `mask.sum()`"
+                )
+            if weight.ndim or weight.requires_grad:  # a count is no function of the weights
+                object.__setattr__(self, "weight", weight.detach().reshape(()))
+        elif not isinstance(weight, Real) or weight < 0:
+            raise BatchError(
+                f"StepOutput: weight={weight!r}; it is how many items loss_sum adds up, a number or a scalar tensor"
+            )
 
 
 class Shares:

@@ -15,7 +15,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from safetrain import BatchError, Callback, CheckpointError, ConfigError, NonFiniteError, SafetrainError, Trainer
+from safetrain import (
+    BatchError,
+    Callback,
+    CheckpointError,
+    ConfigError,
+    NonFiniteError,
+    SafetrainError,
+    StepOutput,
+    Trainer,
+)
 from safetrain.cli import EXIT_FAILED, EXIT_REFUSED, main
 
 TRAINER = '''
@@ -150,6 +159,7 @@ BAD_SETTINGS: dict[str, tuple[list[str], list[str]]] = {
     "pattern without parameter": (["optim.params='head.*'"], ["optim.params", "'head.*' matches no trainable parameter", "0.weight"]),
     "group without parameter": (["optim.groups={'*.bia': {lr: 0.1}}"], ["optim.groups", "'*.bia'"]),
     "parameter in two optimizers": (["optim=null", "optims.a.params='*'", "optims.b.params='0.*'"], ["optims.a.params and optims.b.params", "0.weight"]),
+    "optimizer in other letters": (["optim.name=Adamw"], ["optim.name", "did you mean AdamW?"]),
     "unknown schedule": (["schedule.name=CosineLR"], ["schedule.name", "no CosineLR", "torch.optim.lr_scheduler"]),
     "schedule without its argument": (["schedule.name=StepLR"], ["schedule.step_size is missing", "StepLR needs it"]),
     "schedule that takes functions": (["schedule.name=LambdaLR"], ["schedule.name", "LambdaLR takes functions", "build_schedulers"]),
@@ -327,6 +337,22 @@ BAD_INPUT: dict[str, tuple[Any, type[SafetrainError], list[str]]] = {
         lambda: make(lambda self, batch: self.model(batch[0]).mean().detach()).fit(batches()), BatchError, ["step 1", "carries no graph", "detach"]),
     "loss for each sample": (
         lambda: make(lambda self, batch: self.model(batch[0])).fit(batches()), BatchError, ["step 1", "(8, 1)", "loss.mean()"]),
+    "loss_sum that is no tensor": (lambda: make(lambda self, batch: StepOutput(0.5, 8)).fit(batches()), BatchError, ["loss_sum is a float"]),
+    "weight None": (
+        lambda: make(lambda self, batch: StepOutput(self.model(batch[0]).sum(), None)).fit(batches()), BatchError, ["weight=None", "how many items"]),
+    "negative weight": (
+        lambda: make(lambda self, batch: StepOutput(self.model(batch[0]).sum(), -1)).fit(batches()), BatchError, ["weight=-1"]),
+    "weight for each sample": (
+        lambda: make(lambda self, batch: StepOutput(self.model(batch[0]).sum(), torch.ones(8))).fit(batches()), BatchError, ["weight has shape (8,)", "mask.sum()"]),
+    "metric None": (lambda: make(lambda self, batch: (self.model(batch[0]).mean(), {"f1": None})).fit(batches()), BatchError, ["`f1` is None"]),
+    "metric in a list": (
+        lambda: make(lambda self, batch: (self.model(batch[0]).mean(), {"f1": [0.5]})).fit(batches()), BatchError, ["`f1` is [0.5], a list"]),
+    "a dataset for validation data": (
+        lambda: make().fit(batches(), TensorDataset(torch.zeros(3, 4), torch.zeros(3, 1))), BatchError, ["evaluation loader", "DataLoader(dataset"]),
+    "a number for validation data": (lambda: make().fit(batches(), 3), BatchError, ["evaluation loader", "int", "give a DataLoader"]),
+    "a dataset to predict": (lambda: make().predict(TensorDataset(torch.zeros(3, 4))), BatchError, ["prediction loader", "DataLoader(dataset"]),
+    "a generator for two evaluations": (
+        lambda: make(eval_every=1).fit(batches(), iter(batches())), BatchError, ["evaluation loader", "used up before", "give a function"]),
     "NaN data": (lambda: make(nonfinite="raise").fit(batches(fill=torch.nan)), NonFiniteError, ["step 1", "weights are as before"]),
     "infinite data": (lambda: make(nonfinite="raise").fit(batches(fill=torch.inf)), NonFiniteError, ["step 1"]),
     "nothing ends the run": (lambda: make(max_steps=None).fit(batches()), ConfigError, ["max_steps, max_epochs or max_time"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 
 import pytest
 import torch
@@ -175,6 +176,15 @@ def test_a_monitor_that_does_not_exist_names_those_that_do():
         EarlyStopping(min_delta=-1)
     with pytest.raises(ConfigError, match="'bleu' does not tell"):
         EarlyStopping("bleu")
+
+
+def test_early_stopping_does_not_complain_where_nothing_was_left_to_train(tmp_path):
+    first = make_trainer(max_steps=4, run_dir=tmp_path)
+    first.fit(make_data(), make_data())
+    path = first.save(tmp_path / "checkpoints")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_trainer(EarlyStopping(), max_steps=4, run_dir=tmp_path).fit(make_data(), make_data(), resume=path)
 
 
 def test_the_best_value_is_never_nan():

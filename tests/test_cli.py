@@ -80,10 +80,21 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 # ---------------------------------------------------------------------------------------------- answering at once
 
 
+def test_what_is_missing_or_unknown_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for args, told in (
+        (["run"], "required: FILE\n"),
+        (["resume"], "required: RUN_DIR\n"),
+        (["--fast"], "no option --fast"),
+    ):
+        with pytest.raises(SystemExit):
+            main(args)
+        assert told in capsys.readouterr().err
+
+
 def test_verbs_are_frozen() -> None:
     """Scripts of others call these."""
     assert [verb.name for verb in VERBS] == [
-        "run", "resume", "validate", "config", "schema", "verify-resume", "doctor", "rules", "explain",
+        "run", "resume", "validate", "config", "schema", "verify-resume", "memory", "doctor", "rules", "explain",
     ]  # fmt: skip
 
 

@@ -68,6 +68,15 @@ def test_the_file_has_one_object_a_line_with_every_field(tmp_path: Path) -> None
     assert row["source"] == {"file": "train.py", "line": 3, "text": "history.append(loss)"}
 
 
+def test_a_place_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    report = Report(jsonl=tmp_path / "file" / "findings.jsonl")
+    with pytest.warns(UserWarning, match="cannot be written"):
+        report.add(leak(), step=2)
+    report.close()
+    assert len(report.findings) == 1
+
+
 def test_an_empty_file_says_that_nothing_was_found(tmp_path: Path) -> None:
     path = tmp_path / "findings.jsonl"
     Report(jsonl=path).close()

@@ -40,6 +40,31 @@ def by_hand(
     return model
 
 
+def test_sparse_gradients() -> None:
+    words = torch.randint(10, (6, 5), generator=torch.Generator().manual_seed(0))  # with repeats
+
+    def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Embedding(10, 4, sparse=True)
+        return model, torch.optim.SparseAdam(model.parameters(), lr=0.1)
+
+    class Squares(Trainer):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            return self.model(batch).square().mean()
+
+    (ours, optimizer), (hand, by_hand_optimizer) = parts(), parts()
+    trainer = Squares(ours, optimizer, max_epochs=1, guards="off", log_every=1)
+    trainer.fit(list(words))
+    for word in words:
+        by_hand_optimizer.zero_grad()
+        hand(word).square().mean().backward()
+        norm = hand.weight.grad.to_dense().norm()
+        by_hand_optimizer.step()
+    assert_same_bits(ours, hand)
+    assert trainer.state.grad_norm is not None
+    torch.testing.assert_close(trainer.state.grad_norm, norm)
+
+
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),

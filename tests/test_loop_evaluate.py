@@ -162,6 +162,27 @@ def test_an_empty_loader_is_refused() -> None:
         trainer_of().evaluate([])
 
 
+def test_an_evaluation_without_any_number_is_refused() -> None:
+    class Forgetful(Classifier):
+        def evaluation_step(self, batch: Any) -> Any:
+            loss_of(self.model, batch)
+
+    with pytest.raises(BatchError, match="is a `return` missing"):
+        trainer_of(Forgetful).evaluate(make_data(1))
+
+
+def test_a_listener_that_fails_at_the_start_of_an_evaluation_leaves_the_phase_as_it_was() -> None:
+    class Fails(Callback):
+        def on_eval_start(self, state: RunState) -> None:
+            raise RuntimeError("no room")
+
+    trainer = trainer_of(callbacks=[Fails()])
+    with pytest.raises(RuntimeError, match="no room"):
+        trainer.fit(make_data(2), make_data(1))
+    assert trainer.state.phase == "train"
+    assert all(module.training for module in trainer.model.modules())
+
+
 def test_a_metric_that_is_no_scalar_is_named() -> None:
     class Vector(Classifier):
         def evaluation_step(self, batch: Any) -> Any:

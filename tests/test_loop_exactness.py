@@ -128,6 +128,19 @@ def test_a_micro_batch_without_any_token_counts_for_nothing() -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
+def test_a_weight_with_a_graph_or_a_dimension_counts_like_a_plain_one() -> None:
+    class Attached(TokenTrainer):
+        def training_step(self, batch: Any) -> StepOutput:
+            loss, count = summed(self.model, batch)
+            return StepOutput(loss, (count + 0 * next(self.model.parameters()).sum()).reshape(1))
+
+    batches = ragged_batches([3, 1, 2])
+    for accumulate in (1, 3):
+        attached, plain = (gradients_of(kind, batches, accumulate)[0] for kind in (Attached, TokenTrainer))
+        for a, b in zip(attached[0], plain[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
 def test_a_window_without_any_token_is_skipped_and_told() -> None:
     x, y = ragged_batches([2])[0]
     model = language_model()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import logging
@@ -197,6 +198,20 @@ def test_outputs_are_gone_before_backward_runs() -> None:
     assert alive == [False, False]
 
 
+def test_a_run_dir_that_cannot_be_made_is_refused_before_the_first_step(tmp_path: Any) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    trainer = trainer_of(max_steps=1, run_dir=tmp_path / "file" / "run")
+    with pytest.raises(ConfigError, match="the Trainer cannot write to"):
+        trainer.fit(make_data(1))
+    assert trainer.state.step == 0
+
+
+def test_batches_may_come_from_a_function() -> None:
+    trainer = trainer_of(max_epochs=2, overfit_batches=2)
+    trainer.fit(lambda: iter(make_data(5)), lambda: iter(make_data(2)))
+    assert trainer.state.step == 4
+
+
 def test_a_failed_step_leaves_no_gradient_behind() -> None:
     class FailsOnce(Classifier):
         failed = False
@@ -237,6 +252,39 @@ def test_nonfinite_gradients_raise_when_asked_and_never_reach_the_weights() -> N
     with pytest.raises(NonFiniteError, match="step 2: the gradients of optimizer `main`"):
         trainer.fit(data)
     assert all(p.isfinite().all() for p in trainer.model.parameters())
+
+
+class TwoParts(Trainer):
+    """Each part has an optimizer of its own; in step 2 the first part's loss is spoilt."""
+
+    def training_step(self, batch: Any) -> Tensor:
+        first = loss_of(self.model["first"], batch)
+        if self.state.current_step == 2:
+            first = first * float("nan")
+        return first + loss_of(self.model["second"], batch)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_optimizers_that_share_a_clipped_norm_are_skipped_together(precision: Any, fused: bool) -> None:
+    """The norm of all is NaN and would scale the finite gradients of the second part to NaN as well."""
+    model = nn.ModuleDict({"first": make_model(), "second": make_model()})
+    optimizers = {name: torch.optim.SGD(part.parameters(), 0.1, fused=fused) for name, part in model.items()}
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if precision == "fp16" else None
+    before: dict[str, Tensor] = {}
+
+    class Remember(Callback):
+        def on_step_start(self, state: RunState) -> None:
+            before.update({name: p.detach().clone() for name, p in model.named_parameters()})
+
+    trainer = TwoParts(
+        model, optimizers, precision=precision, scaler=scaler, clip_norm=1.0, max_steps=2, guards="off",
+        callbacks=[Remember()],
+    )  # fmt: skip
+    tells = pytest.warns(RuntimeWarning, match="steps together with it") if scaler is None else contextlib.nullcontext()
+    with tells:
+        trainer.fit(make_data(1))
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 def test_lbfgs_gets_its_weights_back_when_the_closure_is_not_finite() -> None:
@@ -379,11 +427,19 @@ def test_a_step_must_return_a_loss(returned: Any, message: str) -> None:
         ({"nonfinite": "raise", "check_finite": False}, "needs check_finite"),
         ({"eval_context": "grad"}, "eval_context='grad'"),
         ({"overfit_batches": -1}, "overfit_batches=-1"),
+        ({"accumulate": 1.5}, "accumulate=1.5, a float; it is a whole number"),
+        ({"max_steps": "10"}, "max_steps='10', a str; it is a whole number"),
+        ({"clip_norm": "1"}, "clip_norm='1', a str; it is a number"),
+        ({"seed": "a"}, "seed='a'"),
+        ({"compile": "yes"}, "compile='yes'"),
+        ({"activation_checkpoint": True}, "activation_checkpoint=True; name the modules"),
+        ({"callbacks": Callback()}, "give a list"),
+        ({"guards": {"G101": "eror"}}, "G101 is 'eror'; it is one of ignore"),
     ],
 )
 def test_settings_that_cannot_be_meant(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        trainer_of(max_steps=1, **options)
+        trainer_of(**{"max_steps": 1, **options})
 
 
 def test_optimizers_and_schedules_must_belong_together() -> None:
@@ -394,6 +450,8 @@ def test_optimizers_and_schedules_must_belong_together() -> None:
         Classifier(model, optimizer, schedule, max_steps=1, guards="off")
     with pytest.raises(ConfigError, match="names `critic`"):
         Classifier(model, optimizer, {"critic": schedule}, max_steps=1, guards="off")
+    with pytest.raises(ConfigError, match="the scheduler of `main` is a function"):
+        Classifier(model, optimizer, lambda step: 0.5, max_steps=1, guards="off")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="the Trainer needs"):
         Classifier(model, model.parameters(), max_steps=1, guards="off")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="which does not go with"):

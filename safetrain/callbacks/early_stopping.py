@@ -39,10 +39,12 @@ class EarlyStopping(Callback):
         self._best = BestValue(monitor, mode, min_delta=min_delta)
         self._without_gain = 0
         self._running = self._evaluated = self._failed = False
+        self._first_step = 0
 
     def on_fit_start(self, state: RunState) -> None:
         """Evaluations count from here on."""
         self._running, self._evaluated, self._failed = True, False, False
+        self._first_step = state.step
 
     def on_eval_end(self, state: RunState) -> None:
         """Compare, and ask for the stop."""
@@ -68,7 +70,8 @@ class EarlyStopping(Callback):
     def on_fit_end(self, state: RunState) -> None:
         """Say so when there was nothing to compare, unless the run was told to stop before its first evaluation."""
         self._running = False
-        if not self._evaluated and not self._failed and state.stop_reason is None:
+        nothing_was_left = state.step == self._first_step
+        if not (self._evaluated or self._failed or nothing_was_left) and state.stop_reason is None:
             warnings.warn(
                 "EarlyStopping never saw an evaluation and could not act: give `fit` validation data", stacklevel=2
             )

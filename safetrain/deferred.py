@@ -17,6 +17,8 @@ class DeferredFlag:
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
         self._flag: Tensor | None = None
+        self.step = 0
+        """The step that left it."""
         if self._on_cuda:
             self._host = torch.zeros((), pin_memory=True)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -26,8 +28,9 @@ class DeferredFlag:
         """Reading it now would make the host wait, so read it a step later."""
         return self._on_cuda
 
-    def put(self, flag: Tensor) -> None:
-        """Remember a scalar tensor: non-zero means yes."""
+    def put(self, flag: Tensor, step: int) -> None:
+        """Remember a scalar tensor of a step: non-zero means yes."""
+        self.step = step
         if self._on_cuda:
             self._host.copy_(flag.reshape(()), non_blocking=True)
             self._copied.record()

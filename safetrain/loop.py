@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -175,8 +175,9 @@ class Trainer:
             self._autocast = torch.autocast(self.device.type, _AUTOCAST[precision])
         self._stepped: set[str] = set()  # optimizers that stepped since the scaler was last updated
         self._verdicts = {name: DeferredFlag(self.device) for name in named}  # was the last step to be skipped?
-        for name, opt in named.items():
-            opt.register_step_post_hook(functools.partial(_note_step, self._stepped, name))
+        if scaler is not None:
+            for name, opt in named.items():
+                opt.register_step_post_hook(functools.partial(_note_step, self._stepped, name))
         self._outside: list[nn.Parameter] = []  # trained by no optimizer
         self._overfit_set: list[Any] = []
         self._compile_checked = False
@@ -340,11 +341,9 @@ class Trainer:
             norm = self._clip_each_group(chosen)
         else:
             params = [p for o in chosen.values() for g in o.param_groups for p in g["params"] if p.grad is not None]
-            norm = _total_norm(params, self.clip_norm_type) if params else None
-            if self.clip_norm is not None and norm is not None:
-                clip_grads_with_norm_(params, self.clip_norm, norm)
-                if state.scaler is not None and len(chosen) > 1:
-                    _skip_together(state.scaler, chosen.values(), norm)  # the norm of one has scaled all
+            norm = _total_norm(params, self.clip_norm_type, self.clip_norm) if params else None
+            if self.clip_norm is not None and norm is not None and state.scaler is not None and len(chosen) > 1:
+                _skip_together(state.scaler, chosen.values(), norm)  # the norm of one has scaled all
         if self.clip_value is not None:
             clip_grad_value_([p for o in chosen.values() for g in o.param_groups for p in g["params"]], self.clip_value)
         state.grad_norm = norm
@@ -355,9 +354,7 @@ class Trainer:
         for group in (group for opt in chosen.values() for group in opt.param_groups):
             params = [p for p in group["params"] if p.grad is not None]
             if params:
-                norms.append(_total_norm(params, self.clip_norm_type))
-                if self.clip_norm is not None:
-                    clip_grads_with_norm_(params, self.clip_norm, norms[-1])
+                norms.append(_total_norm(params, self.clip_norm_type, self.clip_norm))
         return get_total_norm(norms, self.clip_norm_type) if norms else None
 
     def _step_if_finite(self, name: str, opt: Optimizer, norm: Tensor | None) -> None:
@@ -391,19 +388,20 @@ class Trainer:
 
     def _defer(self, name: str, found_inf: Tensor) -> None:
         verdict = self._verdicts[name]
-        verdict.put(found_inf)
+        verdict.put(found_inf, self.state.current_step)
         if not verdict.waits:
             self._settle((name,))
 
     def _settle(self, names: Iterable[str]) -> None:
         """Act on verdicts that the device left behind in an earlier step."""
         for name in names:
-            skipped = self._verdicts[name].take()
+            verdict = self._verdicts[name]
+            skipped = verdict.take()
             if skipped is not None:
-                self._conclude(name, taken=not skipped)
+                self._conclude(name, taken=not skipped, step=verdict.step)
 
-    def _conclude(self, name: str, *, taken: bool) -> None:
-        """Move the schedule of a step that was taken; count, tell or raise one that was not."""
+    def _conclude(self, name: str, *, taken: bool, step: int | None = None) -> None:
+        """Move the schedule of a step (default: this one) that was taken; count, tell or raise one that was not."""
         state = self.state
         if taken:
             scheduler = state.schedulers.get(name)
@@ -413,8 +411,8 @@ class Trainer:
         state.skipped_steps += 1
         others = " (or of one that steps together with it)" if len(state.optimizers) > 1 else ""
         told = (
-            f"step {state.current_step}: the gradients of optimizer `{name}`{others} were Inf or NaN, so the step was "
-            "skipped and the weights are as before"
+            f"step {step or state.current_step}: the gradients of optimizer `{name}`{others} were Inf or NaN, so the step "
+            "was skipped and the weights are as before"
         )
         if self.nonfinite == "raise":
             raise NonFiniteError(f"{told}. `nonfinite='skip'` goes on instead")
@@ -848,13 +846,18 @@ class _NonFiniteInClosure(Exception):
     """Leaves an optimizer's line search before it writes Inf or NaN into the weights."""
 
 
-def _total_norm(params: Sequence[nn.Parameter], norm_type: float) -> Tensor:
-    """Total norm of the gradients, on the device."""
-    grads = [p.grad for p in params if p.grad is not None]
+def _total_norm(params: list[nn.Parameter], norm_type: float, clip_to: float | None) -> Tensor:
+    """Total norm of the gradients, all of which are there, on the device; clips them to `clip_to` afterwards."""
     try:
-        return get_total_norm(grads, norm_type)
+        if clip_to is not None:
+            return clip_grad_norm_(params, clip_to, norm_type)
+        return get_total_norm([p.grad for p in params], norm_type)  # type: ignore[misc]
     except NotImplementedError:  # a sparse one among them: its values are all that counts
-        return get_total_norm([g.coalesce().values() if g.is_sparse else g for g in grads], norm_type)
+        grads = [p.grad for p in params if p.grad is not None]
+        norm = get_total_norm([g.coalesce().values() if g.is_sparse else g for g in grads], norm_type)
+        if clip_to is not None:
+            clip_grads_with_norm_(params, clip_to, norm)
+        return norm
 
 
 def _not_finite(norm: Tensor) -> Tensor:

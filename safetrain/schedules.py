@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 class WarmupCosine(LRScheduler):
     """Linear from 0 over `warmup_steps` to the optimizer's rate, then half a cosine down to `final_factor` times it.
 
+    `warmup_steps` below 1 is a share of `total_steps`, which stays right where a run is made shorter or longer.
     The first of the warm-up steps already moves: it runs at 1/warmup_steps of the rate. After `total_steps` the rate
     stays where it is. The rate depends on the step alone, so a resumed run continues on the same curve.
 
@@ -23,12 +24,17 @@ class WarmupCosine(LRScheduler):
         self,
         optimizer: Optimizer,
         total_steps: int,
-        warmup_steps: int = 0,
+        warmup_steps: float = 0,
         final_factor: float = 0.0,
         last_epoch: int = -1,
     ) -> None:
+        if 0 < warmup_steps < 1:
+            warmup_steps = int(warmup_steps * total_steps)
         if not 0 <= warmup_steps < total_steps:
-            raise ValueError(f"warmup_steps ({warmup_steps}) must be at least 0 and below total_steps ({total_steps})")
+            raise ValueError(
+                f"warmup_steps ({warmup_steps}) must be at least 0 and below total_steps ({total_steps}), or a share "
+                "of them below 1"
+            )
         if not 0 <= final_factor <= 1:
             raise ValueError(f"final_factor ({final_factor}) must lie between 0 and 1")
         self.total_steps, self.warmup_steps, self.final_factor = total_steps, warmup_steps, final_factor

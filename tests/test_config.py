@@ -219,6 +219,16 @@ def test_warmup_cosine_rises_then_falls_and_knows_its_end_from_the_loop(folder: 
     assert job.trainer.state.optimizers["main"].param_groups[0]["lr"] == pytest.approx(0.05)
 
 
+def test_warm_up_may_be_a_share_of_the_run(folder: Path) -> None:
+    for max_steps, warmup in ((20, 2), (100, 10), (5, 0)):
+        job = build.build(
+            load("schedule.name=WarmupCosine", "schedule.warmup_steps=0.1", f"loop.max_steps={max_steps}")
+        )
+        schedule = job.trainer.state.schedulers["main"]
+        assert isinstance(schedule, WarmupCosine)
+        assert schedule.warmup_steps == warmup
+
+
 @pytest.mark.parametrize("name", ["StepLR", "CosineAnnealingLR", "OneCycleLR", "ExponentialLR", "ReduceLROnPlateau"])
 def test_torch_schedules_are_built_by_name(folder: Path, name: str) -> None:
     arguments = {

@@ -411,8 +411,8 @@ class Trainer:
         state.skipped_steps += 1
         others = " (or of one that steps together with it)" if len(state.optimizers) > 1 else ""
         told = (
-            f"step {step or state.current_step}: the gradients of optimizer `{name}`{others} were Inf or NaN, so the step "
-            "was skipped and the weights are as before"
+            f"step {step or state.current_step}: the gradients of optimizer `{name}`{others} were Inf or NaN, so the "
+            "step was skipped and the weights are as before"
         )
         if self.nonfinite == "raise":
             raise NonFiniteError(f"{told}. `nonfinite='skip'` goes on instead")

@@ -62,7 +62,10 @@ class RunState:
     evaluated_step: int | None = None
     """The step after which the last evaluation ran."""
     skipped_steps: int = 0
-    """Steps whose non-finite gradients were kept from the weights. Exact on logging steps, else it may lag by one."""
+    """Steps whose non-finite gradients were kept from the weights, each optimizer's counted by itself.
+
+    Exact on logging steps, else it may lag by one.
+    """
 
     is_logging_step: bool = False
     """This step ends with `on_log`; decided before it starts, so that costly readings are made only then."""

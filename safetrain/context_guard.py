@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from safetrain.callbacks.base import Callback, Hook
 from safetrain.findings import Finding, Report, SourceLine
 from safetrain.rules.loop import CONTEXT_LEAK
 from safetrain.source import line_text
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from safetrain.state import RunState
 
 _World = tuple[bool, bool, bool, torch.dtype]
+_ONLOOKERS = ("on_log", "on_eval_start", "on_eval_end", "on_checkpoint_saved")
 
 
 @dataclass(slots=True)
@@ -39,16 +41,32 @@ class ContextGuard:
     def __init__(self, model: nn.Module, report: Report, *, device_type: str = "cpu") -> None:
         self._model, self._report, self._device = model, report, device_type
 
+    def watch_callback(self, hook: str, callback: Callback, bound: Hook) -> Hook:
+        """A user's callback under watch; safetrain's own are left as they are.
+
+        Hooks that only look on (logging, evaluation, saving) must leave the modes of submodules alone as well. In the
+        others a run is set up on purpose: a backbone put into eval mode, a part unfrozen.
+        """
+        if type(callback).__module__.startswith("safetrain."):
+            return bound
+        return self.watch(bound, f"{type(callback).__name__}.{hook}", may_switch=hook not in _ONLOOKERS)
+
     def watch(
-        self, hook: Callable[[RunState], None], who: str, *, may_freeze: bool = True, source: SourceLine | None = None
-    ) -> Callable[[RunState], None]:
-        """`hook` under watch; `who` is the name that a finding gives it."""
+        self,
+        hook: Hook,
+        who: str,
+        *,
+        may_freeze: bool = True,
+        may_switch: bool = False,
+        source: SourceLine | None = None,
+    ) -> Hook:
+        """`hook` under watch; `who` is its name in a finding. `may_switch`: modes of submodules are its to set."""
         world, calls = self._world, 0
 
         def watched(state: RunState) -> None:
             nonlocal calls
             calls += 1
-            thorough = calls <= 2 or calls % 64 == 0
+            thorough = not may_switch and (calls <= 2 or calls % 64 == 0)
             modules = self._modules() if thorough else None
             before = world()
             hook(state)

@@ -7,6 +7,7 @@ reach is looked through three times, some steps apart: what got longer each time
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 import weakref
@@ -248,7 +249,7 @@ class MemoryGuard(Callback):
             return None
         if purpose == "emptied" and not self._was_never_emptied(suspect, state):
             return None
-        if purpose == "remembered" and not self._goes_on(slope, entry or track.entry):
+        if purpose == "remembered" and not self._goes_on(suspect, slope, entry or track.entry, state):
             return None
         self._told.add(way)
         source = memory.cache_line(holder.path) or stored_at or reading.storing_line()
@@ -272,15 +273,19 @@ class MemoryGuard(Callback):
             return False
         return state.epoch - epoch >= _PATIENT_EPOCHS or state.step - step >= _PATIENT_STEPS
 
-    def _goes_on(self, slope: Slope, entry: Rule) -> bool:
-        """Whether a store of results by key shows no sign of knowing all its keys soon: that takes a longer look."""
+    def _goes_on(self, suspect: Suspect, slope: Slope, entry: Rule, state: RunState) -> bool:
+        """Whether a store of results by key shows no sign of knowing all its keys soon: that takes a second look."""
         if slope.steadiness < _STEADY:
             return False
-        needed = int(1.5 * steps_needed(slope.bytes_per_step))
-        if entry is memory.EVAL or slope.bytes_per_step >= FAST_RATE or slope.span >= needed:
+        if entry is memory.EVAL or slope.bytes_per_step >= FAST_RATE:
             return True
-        self._wait_for = slope.first_step + needed
-        return False
+        way, later = suspect.holder.way, steps_needed(slope.bytes_per_step) / 2
+        _, step, length = self._waiting.setdefault(way, (state.epoch, state.step, suspect.length))
+        if state.step - step < later:
+            self._wait_for = step + math.ceil(later)
+            return False
+        self._waiting[way] = state.epoch, state.step, suspect.length
+        return (suspect.length - length) / (state.step - step) >= _STEADY * length / step
 
     def _is_told_by_graph_rules(self, holder: Holder) -> bool:
         return any(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from foreign_loops import make
 from torch import nn
 
+from safetrain import Callback, Trainer
 from safetrain.context_guard import ContextGuard
 from safetrain.findings import Report
 from safetrain.state import RunState
@@ -78,3 +80,35 @@ def test_watching_costs_microseconds() -> None:
     for _ in range(2000):
         watched(state)
     assert (time.perf_counter() - started) / 2000 < 50e-6
+
+
+def test_a_trainers_callbacks_are_watched_and_may_set_a_run_up() -> None:
+    """Grad mode left off is put back and the hook named; a backbone put into eval mode on purpose stays so."""
+
+    class LeavesGradientsOff(Callback):
+        def on_step_end(self, state: RunState) -> None:
+            if state.step == 2:
+                torch.set_grad_enabled(False)
+
+    class SetsUp(Callback):
+        def on_step_start(self, state: RunState) -> None:
+            state.model[1].eval()
+
+    class SamplesInEvalMode(Callback):
+        def on_eval_end(self, state: RunState) -> None:
+            state.model.eval()
+
+    class Written(Trainer):
+        def training_step(self, x: Any) -> Any:
+            return self.model(x).square().mean()
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+    callbacks = [LeavesGradientsOff(), SetsUp(), SamplesInEvalMode()]
+    trainer = Written(model, torch.optim.SGD(model.parameters(), 0.1), max_steps=6, eval_every=3, callbacks=callbacks)
+    data = [torch.randn(4, 3) for _ in range(6)]
+    trainer.fit(data, data[:2])
+    assert torch.is_grad_enabled()
+    assert model.training
+    assert not model[1].training
+    leaks = [f for f in trainer.report.findings if f.code == "L515"]
+    assert {f.holder for f in leaks} == {"LeavesGradientsOff.on_step_end", "SamplesInEvalMode.on_eval_end"}

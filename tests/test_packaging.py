@@ -38,6 +38,8 @@ def test_what_the_package_imports_is_what_it_asks_for() -> None:
     provided = {"yaml": "pyyaml"}
     imported: set[str] = set()
     for path in (REPOSITORY / "safetrain").rglob("*.py"):
+        if path.parent.name == "integrations":
+            continue  # each imports the trainer that it is for, when that is there
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 imported |= {alias.name.partition(".")[0] for alias in node.names}

@@ -52,7 +52,7 @@ class Callback:
         """After the last step of an epoch, `state.epoch` counting it, before the evaluation that may follow."""
 
     def on_log(self, state: RunState) -> None:
-        """On logging steps after `on_step_end`, and after each evaluation: `state.row` holds numbers to add to or write."""
+        """On logging steps, and after each evaluation: `state.row` holds numbers to add to or write."""
 
     def on_eval_start(self, state: RunState) -> None:
         """Before evaluation, gradients already freed, model still in the mode training left it in."""
@@ -85,7 +85,7 @@ def _nothing(state: RunState) -> None:
 class Listeners:
     """Sends each event to those that override its hook. Worked out once, at construction.
 
-    `listeners.on_step_end(state)` calls the overriding hooks in list order.
+    `listeners.on_step_end(state)` calls the overriding hooks in list order. `watch(hook, callback, bound)` may wrap.
     """
 
     on_fit_start: Hook
@@ -101,8 +101,11 @@ class Listeners:
     on_checkpoint_saved: Hook
     on_exception: Hook
 
-    def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
+    def __init__(
+        self, callbacks: Iterable[Callback] = (), *, watch: Callable[[str, Callback, Hook], Hook] | None = None
+    ) -> None:
         self.callbacks = list(callbacks)
+        self._watch = watch
         for callback in self.callbacks:
             if not isinstance(callback, Callback):
                 raise ConfigError(
@@ -112,9 +115,10 @@ class Listeners:
             setattr(self, hook, self._fan_out(hook))
 
     def _fan_out(self, hook: str) -> Hook:
-        bound: list[Hook] = [
-            getattr(c, hook) for c in self.callbacks if getattr(type(c), hook) is not getattr(Callback, hook)
-        ]
+        listening = [c for c in self.callbacks if getattr(type(c), hook) is not getattr(Callback, hook)]
+        bound: list[Hook] = [getattr(c, hook) for c in listening]
+        if self._watch is not None:
+            bound = [self._watch(hook, c, call) for c, call in zip(listening, bound, strict=True)]
         if not bound:
             return _nothing
         if len(bound) == 1:

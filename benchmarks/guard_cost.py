@@ -19,7 +19,8 @@ from torch import nn
 
 from safetrain.callbacks.base import HOOKS, Callback
 from safetrain.findings import Report
-from safetrain.guards import default_guards, retention_guards
+from safetrain.guarding.retention import retention_guards
+from safetrain.guards import default_guards
 from safetrain.state import RunState
 
 WARM_UP = 300

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from safetrain import StepOutput, Trainer
-from safetrain.schedules import WarmupCosine
+from safetrain.config.schedules import WarmupCosine
 
 NOTHING = -100
 """Target of a position past the end of a file; `cross_entropy` leaves it out."""

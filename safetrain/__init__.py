@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from safetrain.rules.gradient import find_optimizer_mismatches as find_optimizer_mismatches
     from safetrain.rules.graph import find_retained_graphs as find_retained_graphs
     from safetrain.state import RunState as RunState
-    from safetrain.weighting import StepOutput as StepOutput
+    from safetrain.stepping.weighting import StepOutput as StepOutput
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Trainer": "loop",
-    "StepOutput": "weighting",
+    "StepOutput": "stepping.weighting",
     "RunState": "state",
     "Callback": "callbacks.base",
     "Finding": "findings",

@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from safetrain.callbacks.base import Callback
 from safetrain.errors import NonFiniteError
 from safetrain.findings import Finding, Report, Rule, SourceLine
-from safetrain.recorder import Recorder
-from safetrain.replay import unchanged
+from safetrain.recording.recorder import Recorder
+from safetrain.recording.replay import unchanged
+from safetrain.recording.saved import nodes_of, saved_by
 from safetrain.rules.autopsy import (
     AliasWatcher,
     Failure,
@@ -43,7 +44,6 @@ from safetrain.rules.autopsy import (
     frames_of,
     loss_in,
 )
-from safetrain.saved import nodes_of, saved_by
 
 if TYPE_CHECKING:
     from safetrain.state import RunState

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from safetrain.errors import GuardError
 from safetrain.findings import Finding
+from safetrain.foreign.watching import Watch
 from safetrain.terminal import Terminal
-from safetrain.watching import Watch
 
 
 class watch:

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 from safetrain.errors import CheckpointError, ConfigError, SafetrainError
 
 if TYPE_CHECKING:
-    from safetrain.build import Job
+    from safetrain.commands.summary import RunNotes
     from safetrain.config import Config
-    from safetrain.summary import RunNotes
+    from safetrain.config.build import Job
 
 EXIT_OK, EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 0, 1, 2, 130
 """Done; a check said no, or code of the user's raised; we refused, with one clear message; interrupted.
@@ -154,7 +154,8 @@ def _declare_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from safetrain import config_file, run_dir
+    from safetrain.commands import run_dir
+    from safetrain.config import file as config_file
 
     config = config_file.load(args.file, args.overrides)
     if args.dry_run:
@@ -189,7 +190,8 @@ def _declare_resume(parser: argparse.ArgumentParser) -> None:
 
 
 def _resume(args: argparse.Namespace) -> int:
-    from safetrain import config_file, run_dir
+    from safetrain.commands import run_dir
+    from safetrain.config import file as config_file
 
     folder = Path(args.run_dir)
     config = config_file.load(run_dir.config_of(folder), args.overrides)
@@ -199,7 +201,7 @@ def _resume(args: argparse.Namespace) -> int:
 
 
 def _check_resumable(folder: Path) -> None:
-    from safetrain.checkpoint_files import latest
+    from safetrain.checkpoint.files import latest
 
     try:
         latest(folder)
@@ -210,9 +212,9 @@ def _check_resumable(folder: Path) -> None:
 
 
 def _build(config: Config, folder: Path | None) -> tuple[Job, RunNotes]:
-    from safetrain.build import build
-    from safetrain.run_dir import Record
-    from safetrain.summary import RunNotes
+    from safetrain.commands.run_dir import Record
+    from safetrain.commands.summary import RunNotes
+    from safetrain.config.build import build
 
     notes = RunNotes()
     return build(config, folder, [notes], first=[Record(config)]), notes
@@ -251,8 +253,8 @@ def _guarded(job: Job, notes: RunNotes, call: Callable[[], object]) -> int:
 
 
 def _validate(args: argparse.Namespace) -> int:
-    from safetrain import config_file
-    from safetrain.build import build
+    from safetrain.config import file as config_file
+    from safetrain.config.build import build
 
     build(config_file.load(args.file, args.overrides))
     print(f"{args.file}: the config is right; model, data, optimizers and listeners can be built")
@@ -272,7 +274,7 @@ def _declare_config_verb(parser: argparse.ArgumentParser) -> None:
 
 def _config_help(usage: Callable[[], str]) -> Callable[[], str]:
     def with_fields() -> str:
-        from safetrain.config_help import fields_help
+        from safetrain.config.help import fields_help
 
         return f"{usage()}\nsettings:\n\n{fields_help()}\n"
 
@@ -280,8 +282,8 @@ def _config_help(usage: Callable[[], str]) -> Callable[[], str]:
 
 
 def _config(args: argparse.Namespace) -> int:
-    from safetrain import config_file
-    from safetrain.config_help import fields_help
+    from safetrain.config import file as config_file
+    from safetrain.config.help import fields_help
 
     print(
         fields_help() if args.file is None else config_file.dump(config_file.load(args.file, args.overrides)).rstrip()
@@ -290,7 +292,7 @@ def _config(args: argparse.Namespace) -> int:
 
 
 def _schema(args: argparse.Namespace) -> int:
-    from safetrain.config_help import schema
+    from safetrain.config.help import schema
 
     print(schema())
     return EXIT_OK
@@ -307,8 +309,8 @@ def _declare_verify_resume(parser: argparse.ArgumentParser) -> None:
 
 
 def _verify_resume(args: argparse.Namespace) -> int:
-    from safetrain import config_file
-    from safetrain.verify_resume import verify
+    from safetrain.commands.verify_resume import verify
+    from safetrain.config import file as config_file
 
     report = verify(config_file.load(args.file, args.overrides), args.at)
     print(report)
@@ -326,10 +328,10 @@ def _declare_memory(parser: argparse.ArgumentParser) -> None:
 
 
 def _memory(args: argparse.Namespace) -> int:
-    from safetrain import config_file
-    from safetrain.memory_command import measure
-    from safetrain.memory_page import page
-    from safetrain.memory_report import table
+    from safetrain.accounting.page import page
+    from safetrain.accounting.report import table
+    from safetrain.commands.memory import measure
+    from safetrain.config import file as config_file
 
     if args.step < 1:
         raise ConfigError(f"--step {args.step}: steps are counted from 1")

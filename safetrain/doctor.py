@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from safetrain import launch
 from safetrain.errors import ConfigError
+from safetrain.foreign import launch
 
 if TYPE_CHECKING:
     from safetrain.findings import Finding
+    from safetrain.foreign.watching import Watch
     from safetrain.terminal import Terminal
-    from safetrain.watching import Watch
 
 _LEVELS = ("note", "warning", "error")
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -158,8 +158,8 @@ class Session:
             self._trouble.append(traceback.format_exc())
 
     def _start_watching(self) -> None:
+        from safetrain.foreign.watching import Watch
         from safetrain.terminal import Terminal
-        from safetrain.watching import Watch
 
         self._terminal = Terminal(self.stream)
         self._progress = _Progress(self.stream) if self.stream.isatty() and not self.options.quiet else None

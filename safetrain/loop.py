@@ -27,26 +27,26 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from safetrain import activation_checkpoint as activation_checkpointing
-from safetrain import batch as batches
 from safetrain import checkpoint, rng
 from safetrain import compile as compiling
 from safetrain.activation_checkpoint import CheckpointOptions
-from safetrain.averages import Averages
 from safetrain.callbacks.base import Callback, Listeners
 from safetrain.callbacks.run_dir import writable_run_dir
 from safetrain.compile import CompileOptions
-from safetrain.context_guard import ContextGuard
-from safetrain.deferred import DeferredFlag
+from safetrain.data import batch as batches
+from safetrain.data.loader import EpochLoader
 from safetrain.errors import BatchError, ConfigError, NonFiniteError
 from safetrain.findings import Report
+from safetrain.guarding.context import ContextGuard
+from safetrain.guarding.loop import SnapshotGuard
 from safetrain.guards import default_guards
-from safetrain.loader import EpochLoader
-from safetrain.loop_guards import SnapshotGuard
 from safetrain.modules import as_patterns
-from safetrain.settings import check_arguments, check_optimizers, check_settings, needs_closure
 from safetrain.state import RunState
+from safetrain.stepping.averages import Averages
+from safetrain.stepping.deferred import DeferredFlag
+from safetrain.stepping.settings import check_arguments, check_optimizers, check_settings, needs_closure
+from safetrain.stepping.weighting import Metrics, Shares, StepOutput, check_loss, unpack
 from safetrain.terminal import Terminal
-from safetrain.weighting import Metrics, Shares, StepOutput, check_loss, unpack
 
 Precision = Literal["fp32", "bf16", "fp16"]
 

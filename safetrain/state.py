@@ -86,7 +86,7 @@ class RunState:
     In a foreign loop it calls the model again and returns its output, or raises LookupError where that cannot be done.
     """
     gradients_off_at: SourceLine | None = None
-    """The user's line that last called `torch.set_grad_enabled(False)`, where a driver sees it. During `on_exception`."""
+    """The user's line that last called `torch.set_grad_enabled(False)`, where a driver sees it."""
     checkpoint_path: Path | None = None
     """Where the last checkpoint was written; valid from `on_checkpoint_saved`."""
     save_request: str | None = None

@@ -21,8 +21,8 @@ from safetrain.autopsy import Screen
 from safetrain.findings import Finding
 from safetrain.graph import Census, Marks, grad_fn_of, put_mark
 from safetrain.graph.walk import marks_reached
-from safetrain.path_look import PathLook
-from safetrain.replay import unchanged
+from safetrain.recording.path_look import PathLook
+from safetrain.recording.replay import unchanged
 from safetrain.rules.gradient import find_missing_grads, find_optimizer_mismatches
 from safetrain.rules.graph import find_retained_graphs
 

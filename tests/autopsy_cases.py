@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from safetrain.autopsy import AutopsyGuard
 from safetrain.findings import Finding, Report
-from safetrain.finite_guard import FiniteGuard
+from safetrain.guarding.finite import FiniteGuard
 from safetrain.loop import Trainer
 
 

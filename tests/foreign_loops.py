@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from safetrain.findings import Finding, Report
-from safetrain.gradient_guards import gradient_guards
-from safetrain.loop_guards import loop_guards
-from safetrain.observe import Observer
+from safetrain.foreign.observe import Observer
+from safetrain.guarding.gradient import gradient_guards
+from safetrain.guarding.loop import loop_guards
 from safetrain.rules.loop import loop_judges
 from safetrain.rules.precision import precision_judges
 

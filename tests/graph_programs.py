@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from safetrain.callbacks.base import Callback
 from safetrain.findings import Finding, Report
-from safetrain.guards import retention_guards
-from safetrain.observe import Observer
+from safetrain.foreign.observe import Observer
+from safetrain.guarding.retention import retention_guards
 
 KINDS = ("mlp", "conv", "transformer", "rnn")
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from safetrain.findings import Finding, Report
-from safetrain.guards import retention_guards
-from safetrain.memory_guard import MemoryGuard
-from safetrain.observe import Observer
+from safetrain.foreign.observe import Observer
+from safetrain.guarding.memory import MemoryGuard
+from safetrain.guarding.retention import retention_guards
 
 KB = 256
 """Elements of a kilobyte of float32."""

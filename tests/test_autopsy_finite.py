@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from autopsy_cases import KINDS, MLP, line_of, mse, regression, run
 from torch import Tensor, nn
 
-from safetrain.replay import unchanged
+from safetrain.recording.replay import unchanged
 from safetrain.rules.autopsy import explain_nonfinite, find_nonfinite_loss
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from safetrain.findings import Finding
-from safetrain.watching import Watch
+from safetrain.foreign.watching import Watch
 
 HEAD = """
 import torch

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
 from safetrain.autopsy import Screen
-from safetrain.recorder import Recorder, Watcher
+from safetrain.recording.recorder import Recorder, Watcher
 
 # ---------------------------------------------------------------------- G129
 

@@ -19,11 +19,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from safetrain import checkpoint, checkpoint_files
+from safetrain import checkpoint
 from safetrain.callbacks import EMA, Callback
+from safetrain.checkpoint import files as checkpoint_files
+from safetrain.checkpoint.plain import entries, pack, same, unpack
 from safetrain.errors import CheckpointError
 from safetrain.loop import Trainer
-from safetrain.plain import entries, pack, same, unpack
 
 
 class Fit(Trainer):
@@ -222,7 +223,7 @@ def test_what_could_not_be_loaded_safely_is_refused_before_writing(value: Any, t
 _CRASHING_WRITER = """
     import os, sys
     import torch
-    from safetrain import checkpoint_files
+    from safetrain.checkpoint import files as checkpoint_files
     moment, directory = sys.argv[1:]
     payload = {"model": {"w": torch.ones(1000)}, "counters": {"step": 2}, "versions": {}}
     torch.save_original = torch.save

@@ -14,7 +14,7 @@ import torch
 from pydantic import BaseModel
 from torch import nn
 
-from safetrain import Trainer, build, callbacks, config_file
+from safetrain import Trainer, callbacks
 from safetrain.activation_checkpoint import CheckpointOptions
 from safetrain.compile import CompileOptions
 from safetrain.config import (
@@ -25,10 +25,12 @@ from safetrain.config import (
     LoopConfig,
     OptimConfig,
     ScheduleConfig,
+    build,
 )
-from safetrain.config_help import fields_help, schema
+from safetrain.config import file as config_file
+from safetrain.config.help import fields_help, schema
+from safetrain.config.schedules import WarmupCosine
 from safetrain.errors import ConfigError
-from safetrain.schedules import WarmupCosine
 
 TRAINER = """
 from torch.utils.data import TensorDataset
@@ -337,7 +339,7 @@ def test_every_field_has_a_docstring_and_help_and_schema_show_it() -> None:
 
 def test_reading_a_config_does_not_import_torch() -> None:
     code = (
-        "import sys, safetrain.config, safetrain.config_file, safetrain.config_help; assert 'torch' not in sys.modules"
+        "import sys, safetrain.config, safetrain.config.file, safetrain.config.help; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

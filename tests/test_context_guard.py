@@ -12,8 +12,8 @@ from foreign_loops import make
 from torch import nn
 
 from safetrain import Callback, Trainer
-from safetrain.context_guard import ContextGuard
 from safetrain.findings import Report
+from safetrain.guarding.context import ContextGuard
 from safetrain.state import RunState
 
 

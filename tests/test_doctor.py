@@ -312,8 +312,8 @@ def test_a_missing_script_and_an_unknown_rule_are_said_in_one_line(write, tmp_pa
 
 
 def test_a_failing_judge_is_switched_off_and_the_script_does_not_notice(monkeypatch: pytest.MonkeyPatch, write) -> None:
-    from safetrain import watching
     from safetrain.callbacks.base import Callback
+    from safetrain.foreign import watching
 
     class Broken(Callback):
         def on_step_end(self, state: object) -> None:

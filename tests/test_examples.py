@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from safetrain.build import Job, build
-from safetrain.config_file import load
+from safetrain.config.build import Job, build
+from safetrain.config.file import load
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CONFIGS = sorted((EXAMPLES / "configs").glob("*.yaml"))

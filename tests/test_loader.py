@@ -27,9 +27,9 @@ from torch.utils.data import (
 )
 
 from safetrain import rng
+from safetrain.data.generators import find_generators
+from safetrain.data.loader import EpochLoader, make_loader
 from safetrain.errors import BatchError, CheckpointError
-from safetrain.generators import find_generators
-from safetrain.loader import EpochLoader, make_loader
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 under torch 2.13
 
@@ -143,7 +143,7 @@ def _epochs(loader: EpochLoader, start: int, stop: int, limit: int | None = None
 
 
 def _through_disk(state: dict[str, Any]) -> dict[str, Any]:
-    from safetrain.plain import pack, unpack
+    from safetrain.checkpoint.plain import pack, unpack
 
     file = io.BytesIO()
     torch.save(pack(state, "loader"), file)
@@ -411,7 +411,7 @@ def test_config_users_get_a_loader_and_keep_their_own() -> None:
 
 
 def test_the_loader_needs_no_torchdata() -> None:
-    code = "import safetrain.loader, sys; assert 'torchdata' not in sys.modules"
+    code = "import safetrain.data.loader, sys; assert 'torchdata' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

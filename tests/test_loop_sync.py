@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from safetrain import Callback, RunState, StepOutput, Trainer
-from safetrain.deferred import DeferredFlag
+from safetrain.stepping.deferred import DeferredFlag
 from tests.hand_loops import assert_same_bits, loss_of, make_data, make_model, train_by_hand
 
 

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from safetrain.callbacks.base import HOOKS, Callback
-from safetrain.events import LoopEvent
-from safetrain.observe import Observer
+from safetrain.foreign.events import LoopEvent
+from safetrain.foreign.observe import Observer
 from safetrain.source import with_text
 from safetrain.state import RunState
 

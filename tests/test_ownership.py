@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from safetrain import Trainer, memory
-from safetrain.memory_page import page
-from safetrain.memory_report import table
-from safetrain.ownership import OwnershipProbe, StepMemory
+from safetrain.accounting.ownership import OwnershipProbe, StepMemory
+from safetrain.accounting.page import page
+from safetrain.accounting.report import table
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 needs_glibc = pytest.mark.skipif(not memory.heap_is_readable(), reason="the C heap cannot be read here")

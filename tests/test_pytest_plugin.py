@@ -52,7 +52,7 @@ def run_suite(folder: Path, *options: str) -> str:
         "-m",
         "pytest",
         "-p",
-        "safetrain.pytest_plugin",
+        "safetrain.integrations.pytest_plugin",
         "-p",
         "no:cacheprovider",
         "-q",

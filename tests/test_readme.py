@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from safetrain import build, config_file
+from safetrain.config import build
+from safetrain.config import file as config_file
 
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")

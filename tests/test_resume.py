@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from safetrain import checkpoint
 from safetrain.callbacks import EMA, Callback, EarlyStopping, Saving
+from safetrain.checkpoint.plain import entries, same
 from safetrain.loop import Trainer
-from safetrain.plain import entries, same
 from safetrain.state import RunState
 
 

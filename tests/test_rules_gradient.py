@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from safetrain import Trainer
-from safetrain.coverage import ChangeDetector
 from safetrain.findings import Report
-from safetrain.gradient_guards import gradient_guards
-from safetrain.path_look import PathLook
+from safetrain.guarding.coverage import ChangeDetector
+from safetrain.guarding.gradient import gradient_guards
+from safetrain.recording.path_look import PathLook
 from safetrain.rules import gradient as rules
 
 

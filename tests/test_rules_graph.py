@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from safetrain.findings import Finding, Report
-from safetrain.guards import retention_guards
+from safetrain.guarding.retention import retention_guards
 from safetrain.loop import Trainer
 from safetrain.rules.graph import find_attached_grads, find_retained_graphs
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from innocent_loops import PROGRAMS
 
-from safetrain.watching import Watch
+from safetrain.foreign.watching import Watch
 
 
 @pytest.mark.filterwarnings("ignore")  # the programs are users' scripts, whose warnings are theirs

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from safetrain import StepOutput, Trainer
 from safetrain.findings import Report
-from safetrain.loop_guards import SnapshotGuard, loop_guards
+from safetrain.guarding.loop import SnapshotGuard, loop_guards
 from safetrain.rules import loop as rules
 
 

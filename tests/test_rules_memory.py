@@ -13,7 +13,7 @@ from memory_programs import INNOCENTS, LEAKS, UNNAMED, of_memory, watched
 from torch import Tensor, nn
 
 from safetrain import Trainer
-from safetrain.growth import GrowthSeries, steps_needed
+from safetrain.accounting.growth import GrowthSeries, steps_needed
 
 
 @pytest.fixture(autouse=True)

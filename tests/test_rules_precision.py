@@ -12,9 +12,9 @@ from foreign_loops import KINDS, batch, loud, make, only, watched
 from torch import Tensor, nn
 
 from safetrain import Trainer
-from safetrain.events import LoopEvent
 from safetrain.findings import Report
-from safetrain.loop_guards import loop_guards
+from safetrain.foreign.events import LoopEvent
+from safetrain.guarding.loop import loop_guards
 from safetrain.rules import precision as rules
 
 

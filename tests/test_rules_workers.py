@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from safetrain import Trainer
 from safetrain.findings import Finding
+from safetrain.guarding.workers import private_bytes
 from safetrain.rules.workers import WorkerReading, find_worker_growth
-from safetrain.worker_guard import private_bytes
 
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="needs Linux")
 MB = 1e6

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from safetrain import config_file
+from safetrain.commands.verify_resume import verify
 from safetrain.config import Config
+from safetrain.config import file as config_file
 from safetrain.errors import ConfigError, SafetrainError
-from safetrain.verify_resume import verify
 
 TRAINER = """
     import torch

@@ -242,7 +242,7 @@ def _judge(kind: type) -> int:
     if (
         issubclass(kind, ModuleType)
         or kind in _ATOMS
-        or kind.__module__ in ("safetrain.guards", "safetrain.graph.roots")
+        or kind.__module__ in ("safetrain.guarding.retention", "safetrain.graph.roots")
     ):
         return _SKIP
     return _PLAIN

@@ -34,7 +34,7 @@ from safetrain.graph import (
 )
 from safetrain.graph.holders import Wanted, climb
 from safetrain.source import LIBRARY, USER, frame_locals, grade, line_text, user_frame, with_text
-from safetrain.syntax import carried_names
+from safetrain.source.syntax import carried_names
 
 RETAINED = rule(
     "G101", "graph-retained", "warning", "a graph built in an earlier step is still reachable after the next step ended"

@@ -1,7 +1,7 @@
 """Family M, memory: what grows, where, and who keeps it.
 
-The judges take measurements that anyone can make (see `safetrain.growth` and `safetrain.inventory`); the guard in
-`safetrain.memory_guard` makes them during a run.
+The judges take measurements that anyone can make (see `safetrain.accounting`); the guard in `safetrain.guarding.memory`
+makes them during a run.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from safetrain.accounting.growth import Slope
+from safetrain.accounting.inventory import Suspect
+from safetrain.accounting.keeping import Purpose
 from safetrain.findings import Finding, Rule, SourceLine, rule
 from safetrain.graph import Holder, files_of, format_bytes
-from safetrain.growth import Slope
-from safetrain.inventory import Suspect
-from safetrain.keeping import Purpose
 from safetrain.source import USER, grade, line_text, with_text
 
 DEVICE = rule("M401", "device-memory-growth", "warning", "device memory at the same point of the step keeps rising")
@@ -31,7 +31,7 @@ _UNNAMED_FIX = (
 FRAGMENTED = rule("M403", "fragmentation", "warning", "reserved memory is far above what is allocated")
 
 if TYPE_CHECKING:
-    from safetrain.survivors import Survivors
+    from safetrain.accounting.survivors import Survivors
 
 _LRU = "_lru_cache_wrapper"
 _SMALL_RECORDS = 16_000

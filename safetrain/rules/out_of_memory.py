@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from safetrain.batch import tensors_in
+from safetrain.accounting.inventory import weigh
+from safetrain.data.batch import tensors_in
 from safetrain.findings import Finding, rule
 from safetrain.graph import format_bytes, storage_key
-from safetrain.inventory import weigh
 from safetrain.source import USER, frame_locals, grade, traceback_line
 
 OUT_OF_MEMORY = rule(

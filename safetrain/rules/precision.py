@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from safetrain.events import LoopEvent
 from safetrain.findings import Finding, SourceLine, rule
+from safetrain.foreign.events import LoopEvent
 from safetrain.source import with_text
 
 CLIP_BEFORE_UNSCALE = rule("A301", "clip-before-unscale", "warning", "clipped while still scaled")

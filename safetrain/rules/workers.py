@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
+from safetrain.accounting.inventory import length_of, newest
+from safetrain.accounting.keeping import Reading
 from safetrain.findings import Finding, SourceLine
 from safetrain.graph import Holder, Survey, format_bytes
-from safetrain.inventory import length_of, newest
-from safetrain.keeping import Reading
 from safetrain.rules.memory import HOST, cache_line, describe, files_around
 from safetrain.source import line_text
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from safetrain import Callback, RunState, StepOutput, Trainer
-from safetrain.averages import Averages
 from safetrain.memory import meter_for
+from safetrain.stepping.averages import Averages
 
 
 def make_model(dropout: float = 0.0) -> nn.Module:

@@ -10,11 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from safetrain import syntax
 from safetrain.findings import Finding
-from safetrain.recorder import Op, OpInfo, Recorder, Watcher
+from safetrain.recording.recorder import Op, OpInfo, Recorder, Watcher
 from safetrain.rules.autopsy.catalogue import INPLACE_ALIAS
-from safetrain.source import USER, frame_locals, grade
+from safetrain.source import USER, frame_locals, grade, syntax
 
 _IDEMPOTENT = frozenset(
     {"relu_", "clamp_", "clamp_min_", "clamp_max_", "hardtanh_", "abs_", "sign_", "ceil_", "floor_", "round_"}

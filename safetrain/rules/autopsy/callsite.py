@@ -8,10 +8,9 @@ from types import FrameType
 
 from torch import nn
 
-from safetrain import syntax
 from safetrain.findings import SourceLine
 from safetrain.rules.autopsy.carried import file_of_class
-from safetrain.source import line_text
+from safetrain.source import line_text, syntax
 
 _OPERATORS: dict[str, type[ast.operator]] = {
     "div": ast.Div,

@@ -7,12 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from safetrain import syntax
 from safetrain.findings import Finding, SourceLine
+from safetrain.recording.saved import is_freed, nodes_of
 from safetrain.rules.autopsy.catalogue import BACKWARD_TWICE
 from safetrain.rules.autopsy.failure import Failure, Named, named_tensors
-from safetrain.saved import is_freed, nodes_of
-from safetrain.source import USER, grade, line_text
+from safetrain.source import USER, grade, line_text, syntax
 
 _LEAF = 1 << 63
 """Accumulation nodes are numbered near 2**64: they belong to no step."""

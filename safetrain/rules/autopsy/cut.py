@@ -11,12 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from safetrain import syntax
 from safetrain.findings import Finding, SourceLine
-from safetrain.recorder import Op, Recorder
+from safetrain.recording.recorder import Op, Recorder
 from safetrain.rules.autopsy.catalogue import NO_GRAPH, NON_SCALAR
 from safetrain.rules.autopsy.failure import Failure
-from safetrain.source import USER, grade, line_text
+from safetrain.source import USER, grade, line_text, syntax
 
 _NOT_DIFFERENTIABLE = frozenset(
     {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from safetrain.findings import SourceLine
-from safetrain.recorder import Recorder
+from safetrain.recording.recorder import Recorder
 from safetrain.source import USER, frame_locals, grade, line_text
 
 _MAX_ITEMS = 64

@@ -6,11 +6,11 @@ import ast
 
 from torch import Tensor
 
-from safetrain import syntax
 from safetrain.findings import Finding
 from safetrain.rules.autopsy.carried import attribute_store, binding_of
 from safetrain.rules.autopsy.catalogue import INFERENCE_TENSOR
 from safetrain.rules.autopsy.failure import Failure, Named, named_tensors
+from safetrain.source import syntax
 
 
 def explain_inference_tensor(failure: Failure) -> Finding:

@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from safetrain import syntax
 from safetrain.findings import Finding, SourceLine
-from safetrain.recorder import Op, Recorder
+from safetrain.recording.recorder import Op, Recorder
+from safetrain.recording.saved import SavedTensor, nodes_of, saved_by
 from safetrain.rules.autopsy.carried import file_of_class, find_carrier, older_nodes
 from safetrain.rules.autopsy.catalogue import INPLACE_MODIFIED, LEAF_INPLACE
 from safetrain.rules.autopsy.failure import Failure, names_in, tensor_in_message
-from safetrain.saved import SavedTensor, nodes_of, saved_by
+from safetrain.source import syntax
 
 _FIX = (
     "use the out-of-place form there (`x = x + y` for `x += y`, `x.clone()` before the change), "

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from safetrain.findings import Finding, SourceLine
-from safetrain.recorder import Op, Recorder
-from safetrain.replay import unchanged
+from safetrain.recording.recorder import Op, Recorder
+from safetrain.recording.replay import unchanged
+from safetrain.recording.saved import nodes_of, saved_by
 from safetrain.rules.autopsy.callsite import find_call
 from safetrain.rules.autopsy.carried import binding_of
 from safetrain.rules.autopsy.catalogue import NONFINITE_GRAD, NONFINITE_LOSS
 from safetrain.rules.autopsy.failure import names_in
-from safetrain.saved import nodes_of, saved_by
 
 _DELIBERATE = frozenset(
     {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from safetrain.findings import Finding, SourceLine
-from safetrain.recorder import Op, OpInfo, Recorder, Watcher, Where, as_source
+from safetrain.recording.recorder import Op, OpInfo, Recorder, Watcher, Where, as_source
 from safetrain.rules.autopsy.catalogue import RECOMPUTE_MISMATCH
 from safetrain.rules.autopsy.failure import Failure, names_in
 

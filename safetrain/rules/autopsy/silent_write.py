@@ -10,12 +10,11 @@ from types import FrameType
 import torch
 from torch import Tensor, nn
 
-from safetrain import syntax
 from safetrain.findings import Finding, SourceLine
-from safetrain.recorder import Op, OpInfo, Recorder, Region, Watcher, region_of, regions_overlap
+from safetrain.recording.recorder import Op, OpInfo, Recorder, Region, Watcher, region_of, regions_overlap
+from safetrain.recording.saved import nodes_of, saved_by
 from safetrain.rules.autopsy.catalogue import SILENT_WRITE
-from safetrain.saved import nodes_of, saved_by
-from safetrain.source import USER, grade
+from safetrain.source import USER, grade, syntax
 
 _UNUSED_SAVES = frozenset({"running_mean", "running_var"})
 """Saved by batch norm and, in train mode, not read by its backward."""

@@ -1,6 +1,6 @@
 """Family P: parameters that do not train as they should, and terms of a loss that cannot teach.
 
-The judges are plain functions, usable in a bare loop; `safetrain.gradient_guards` feeds them in a run.
+The judges are plain functions, usable in a bare loop; `safetrain.guarding.gradient` feeds them in a run.
 """
 
 from safetrain.rules.gradient.catalogue import (

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from safetrain.findings import Finding, SourceLine
-from safetrain.path_look import written
-from safetrain.reading import find_attribute_assignment, find_freeze_of_state_dict, user_files
+from safetrain.recording.path_look import written
 from safetrain.rules.gradient.catalogue import (
     FREEZE_INEFFECTIVE,
     common_module,
     listed,
 )
+from safetrain.source.reading import find_attribute_assignment, find_freeze_of_state_dict, user_files
 
 _FREEZE_WORDS = {
     "requires_grad": "is no switch of a module: it only sets an attribute that nobody reads",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from safetrain.findings import Finding, SourceLine
-from safetrain.path_look import Cut, PathLook, Term, WhyNoGradient, written
+from safetrain.recording.path_look import Cut, PathLook, Term, WhyNoGradient, written
 from safetrain.rules.gradient.catalogue import (
     CONSTANT_TERM,
     GRAD_NONE,
@@ -20,7 +20,7 @@ from safetrain.rules.gradient.catalogue import (
 )
 from safetrain.rules.loop.norms import reentrant_finding
 from safetrain.source import with_text
-from safetrain.syntax import no_grad_block
+from safetrain.source.syntax import no_grad_block
 
 _CUT_ADVICE: dict[str, tuple[str, str]] = {
     "reentrant": (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from safetrain.findings import Finding, SourceLine
-from safetrain.path_look import written
+from safetrain.recording.path_look import written
 from safetrain.rules.gradient.catalogue import (
     GRADIENT_SCALE,
     NO_UPDATE,

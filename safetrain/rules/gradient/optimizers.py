@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from safetrain.coverage import Coverage, Held, read_coverage
 from safetrain.findings import Finding, SourceLine
+from safetrain.guarding.coverage import Coverage, Held, read_coverage
 from safetrain.rules.gradient.catalogue import (
     DUPLICATE,
     FROZEN_IN_OPTIMIZER,

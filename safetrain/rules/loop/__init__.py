@@ -1,6 +1,6 @@
 """Family L: the loop's own order and bookkeeping, judged from what a loop was seen to do.
 
-The judges are plain functions and small readers of events; `safetrain.loop_guards` and the drivers of foreign loops
+The judges are plain functions and small readers of events; `safetrain.guarding.loop` and the drivers of foreign loops
 feed them.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from safetrain.events import LoopEvent
 from safetrain.findings import Finding
+from safetrain.foreign.events import LoopEvent
 from safetrain.rules.loop.catalogue import (
     ACCUMULATION_SCALE,
     ALIASED_SNAPSHOT,

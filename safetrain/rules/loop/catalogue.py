@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from safetrain.events import LoopEvent
 from safetrain.findings import SourceLine, rule
+from safetrain.foreign.events import LoopEvent
 from safetrain.source import with_text
 
 MODE_NOT_RESTORED = rule("L501", "mode-not-restored", "warning", "train/eval mode differs after an evaluation")

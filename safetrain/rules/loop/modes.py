@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from safetrain.events import LoopEvent
 from safetrain.findings import Finding, SourceLine
+from safetrain.foreign.events import LoopEvent
 from safetrain.rules.loop.catalogue import (
     MODE_NOT_RESTORED,
     TRAIN_IN_EVAL,

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from safetrain.events import LoopEvent
 from safetrain.findings import Finding
+from safetrain.foreign.events import LoopEvent
 from safetrain.rules.loop.catalogue import (
     SAME_ORDER,
     text_of,

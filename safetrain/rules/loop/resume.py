@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from safetrain.events import LoopEvent
 from safetrain.findings import Finding, SourceLine
-from safetrain.foreign import POSITION_KEYS
-from safetrain.reading import reads_key
+from safetrain.foreign.events import LoopEvent
+from safetrain.foreign.facts import POSITION_KEYS
 from safetrain.rules.loop.catalogue import (
     ALIASED_SNAPSHOT,
     RESUME_INCOMPLETE,
     text_of,
 )
+from safetrain.source.reading import reads_key
 
 
 class ResumeGaps:

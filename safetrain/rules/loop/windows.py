@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from safetrain.events import LoopEvent
 from safetrain.findings import Finding
+from safetrain.foreign.events import LoopEvent
 from safetrain.rules.gradient.catalogue import DROPPED_GRAD, STALE_GRAD
 from safetrain.rules.loop.catalogue import (
     ACCUMULATION_SCALE,

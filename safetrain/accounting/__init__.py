@@ -1,0 +1,1 @@
+"""Whose bytes are they, do they keep rising, and who keeps them?"""

@@ -1,0 +1,480 @@
+"""The guard over memory: does it rise from step to step, and who keeps what was added?
+
+Each step costs one reading of a meter, soon only every few steps. When readings rise for good, what the user's names
+reach is looked through three times, some steps apart: what got longer each time, and explains the bytes, is reported.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from safetrain.accounting.growth import FAST_RATE, WARM_UP, GrowthSeries, Slope, steps_needed
+from safetrain.accounting.inventory import Inventory, Suspect, find_growing, names_of, newest, running_loaders, weigh
+from safetrain.accounting.keeping import Reading, is_bounded_by_type
+from safetrain.accounting.survivors import SurvivorHunt
+from safetrain.callbacks.base import Callback
+from safetrain.data.batch import batch_size, tensors_in
+from safetrain.findings import Finding, Report, Rule, SourceLine
+from safetrain.graph import Holder, StoreTrace, Survey
+from safetrain.guarding.workers import WorkerGuard
+from safetrain.memory import HeapMeter, Meter, heap_is_readable, meter_for
+from safetrain.rules import memory
+from safetrain.rules.graph import start_trace
+from safetrain.rules.out_of_memory import find_out_of_memory, is_out_of_memory, owned_bytes
+
+if TYPE_CHECKING:
+    from safetrain.state import RunState
+
+_CHECK_EVERY = 2
+"""Readings between two tests of the slope."""
+_PATIENT_EPOCHS = 2
+"""A place that the source empties must have survived so many ends of an epoch before it is called a leak."""
+_PATIENT_STEPS = 3_000
+_STEADY = 0.85
+"""A store of results by key that slows down by more than this fills up."""
+_MAX_SEARCHES = 12
+"""Searches after evaluations in one run."""
+_MAX_HUNTS = 2
+"""Times in a run that allocations are recorded."""
+_SLOW_READING_NS = 20_000_000
+"""A heap that takes so long to tell its size is asked no more."""
+_BUDGET_NS = 3_000
+_FIRST_BUDGET_NS = 50_000
+_BUDGET_SHARE = 0.01
+"""What readings may cost a step: nanoseconds (more in the first ones), or a share of its time if that is more."""
+_WIDEST = 1024
+"""Steps between two readings, at most."""
+_LONGEST_WAIT = 4096
+"""Steps to wait after many searches in vain."""
+_EVAL_BYTES = 16_000
+"""Growth of one evaluation below which nobody asks."""
+_FIRST_EVAL = 1
+"""Evaluations that do not count: the first one makes kernels and caches."""
+
+
+def memory_guards(report: Report) -> list[Callback]:
+    """Those that watch memory."""
+    return [FragmentationGuard(report), WorkerGuard(report), MemoryGuard(report)]
+
+
+class MemoryGuard(Callback):
+    """M401, M402, M404 and M405.
+
+    On the CPU the heap is host and device memory at once, so growth there is M402. Findings that the graph rules have
+    made explain growth already and are not repeated.
+    """
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        self._tracks: list[_Track] = []
+        self._used_before = 0
+        self._next = 0
+        self._case: _Investigation | None = None
+        self._hunt: SurvivorHunt | None = None
+        self._hunts_left = _MAX_HUNTS
+        self._told: set[tuple[str, ...]] = set()
+        self._waiting: dict[tuple[str, ...], tuple[int, int, int]] = {}
+        self._searches = 0
+        self._last_look = (0, 0)
+        self._wait_for: int | None = None
+        self._loaders: list[weakref.ref[Any]] = []
+        self._evaluation = _Evaluations()
+
+    # ------------------------------------------------------------------ events
+
+    def on_fit_start(self, state: RunState) -> None:
+        """Choose the meters."""
+        heap = HeapMeter(_SLOW_READING_NS) if heap_is_readable() else meter_for("cpu")
+        self._tracks = [_Track(memory.HOST, heap)]
+        if state.device is not None and state.device.type not in ("cpu", "meta"):
+            self._tracks.append(_Track(memory.DEVICE, meter_for(state.device)))
+        owned = sum(owned_bytes(state.model, state.optimizers).values())
+        self._used_before = max(0, self._tracks[-1].meter.read() - owned)
+        self._next = state.step + WARM_UP
+        self._last_look = (state.step, time.perf_counter_ns())
+        self._case = None
+        self._evaluation = _Evaluations()
+
+    def on_step_end(self, state: RunState) -> None:
+        """One comparison on most steps."""
+        if state.step >= self._next:
+            self._look(state)
+
+    def on_eval_start(self, state: RunState) -> None:
+        """What an evaluation begins with."""
+        if self._tracks:
+            self._evaluation.begin(self._tracks[-1].meter)
+
+    def on_eval_end(self, state: RunState) -> None:
+        """What it leaves."""
+        if not self._tracks:
+            return
+        for track in self._tracks:
+            track.evaluated = True
+        self._judge_evaluation(state)
+
+    def on_exception(self, state: RunState) -> None:
+        """Explain an out-of-memory error. A trace must not outlive the step."""
+        self._drop_case()
+        error = state.exception
+        if error is None or not is_out_of_memory(error) or not self._tracks:
+            return
+        meter = self._tracks[-1].meter
+        found = find_out_of_memory(
+            error,
+            state.model,
+            state.optimizers,
+            used_bytes=meter.read(),
+            meter=meter.name,
+            used_before=self._used_before,
+            samples=batch_size(state.batch) if state.batch is not None else None,
+            evaluating=state.phase == "eval",
+            findings=self.report.findings,
+        )
+        self.report.extend(found, step=state.current_step, phase=state.phase)
+
+    def on_fit_end(self, state: RunState) -> None:
+        """A trace must not outlive the run."""
+        self._drop_case()
+
+    # ------------------------------------------------------------------ steps
+
+    def _look(self, state: RunState) -> None:
+        if self._hunt is not None:
+            self._next = state.step + 1
+            return self._follow(self._hunt, state)
+        if self._case is not None:
+            self._next = state.step + 1
+            return self._investigate(self._case, state)
+        last_step, last_ns = self._last_look
+        self._last_look = state.step, time.perf_counter_ns()
+        step_ns = (self._last_look[1] - last_ns) / max(1, state.step - last_step)
+        slopes = [(track, track.read(state.step)) for track in self._tracks]
+        self._next = state.step + max(track.spacing(step_ns) for track in self._tracks)
+        for track, slope in slopes:
+            if slope is not None:
+                self._loaders = [weakref.ref(iterator) for iterator in running_loaders()]
+                self._case = _Investigation(track, slope, Inventory(self._survey(state), state.step))
+                self._next = self._case.due
+                return
+
+    def _investigate(self, case: _Investigation, state: RunState) -> None:
+        case.end_trace()
+        if state.step < case.due:
+            return
+        survey = self._survey(state)
+        suspects = case.look(survey, state.step)
+        suspect = memory.blame(suspects, case.slope.bytes_per_step)
+        if suspect is None and case.go_on(survey):
+            self._next = state.step + 1 if case.trace is not None else case.due
+            return
+        finding = None
+        if suspect is not None:
+            finding = self._judge(suspect, suspects, case.slope, case.track, state, stored_at=case.stored_at)
+        elif self._may_hunt(case, suspects):
+            self._hunt = SurvivorHunt(state.step, case.track.meter)
+            self._next = state.step + 1
+            return
+        self._close(case, finding, state)
+
+    def _may_hunt(self, case: _Investigation, suspects: list[Suspect]) -> bool:
+        """Whether to record allocations: rarely, when nothing else explains, not for garbage that will be collected."""
+        if self._hunts_left <= 0 or any(f.code.startswith("G") for f in self.report.findings):
+            return False
+        if any(s.bytes_per_step > case.slope.bytes_per_step / 10 or is_bounded_by_type(s.holder) for s in suspects):
+            return False
+        self._hunts_left -= 1
+        if not gc.isenabled():
+            return True
+        before = case.track.meter.read()
+        gc.collect()
+        return before - case.track.meter.read() < case.slope.bytes_per_step * case.slope.span / 2
+
+    def _follow(self, hunt: SurvivorHunt, state: RunState) -> None:
+        case = self._case
+        survivors = hunt.advance(state.step)
+        if not hunt.over or case is None:
+            return
+        self._hunt = None
+        finding = None
+        explained = memory.EXPLAINS * case.slope.bytes_per_step
+        if survivors is not None and not survivors.attached and survivors.bytes_per_step >= explained:
+            track = case.track
+            finding = memory.unnamed_growth(survivors, case.slope, entry=track.entry, meter=track.meter.name)
+        self._close(case, finding, state)
+
+    def _close(self, case: _Investigation, finding: Finding | None, state: RunState) -> None:
+        if finding is not None:
+            self.report.add(finding, step=state.current_step)
+        self._case, self._loaders = None, []
+        if self._wait_for is not None:  # too early to tell: go on with the same readings
+            self._next, self._wait_for = max(state.step + 1, self._wait_for), None
+            return
+        case.track.series.restart()
+        self._searches += finding is None
+        # A search costs more than a step: after one in vain, wait longer each time.
+        self._next = state.step + min(2**self._searches, _LONGEST_WAIT)
+
+    def _survey(self, state: RunState) -> Survey:
+        loaders = [iterator for ref in self._loaders if (iterator := ref()) is not None]
+        return Survey(names_of(state.model, state.optimizers, loaders))
+
+    def _judge(
+        self,
+        suspect: Suspect,
+        suspects: list[Suspect],
+        slope: Slope,
+        track: _Track,
+        state: RunState,
+        *,
+        entry: Rule | None = None,
+        stored_at: SourceLine | None = None,
+    ) -> Finding | None:
+        """The finding, unless the place may grow, or was told before by this rule or another."""
+        holder = suspect.holder
+        way = holder.way
+        if way in self._told or self._is_told_by_graph_rules(holder):
+            return None
+        reading = Reading(holder, memory.files_around(holder, state.model))
+        purpose = reading.purpose()
+        if purpose == "bounded" and not suspect.weight.pins_views:
+            return None
+        if purpose == "emptied" and not self._was_never_emptied(suspect, state):
+            return None
+        if purpose == "remembered" and not self._goes_on(suspect, slope, entry or track.entry, state):
+            return None
+        self._told.add(way)
+        source = memory.cache_line(holder.path) or stored_at or reading.storing_line()
+        enough = suspect.bytes_per_step / 10
+        return memory.memory_growth(
+            suspect,
+            slope,
+            entry=entry or track.entry,
+            meter=track.meter.name,
+            purpose=purpose,
+            source=source,
+            also=[s.holder.name for s in suspects if s is not suspect and s.bytes_per_step > enough][:3],
+        )
+
+    def _was_never_emptied(self, suspect: Suspect, state: RunState) -> bool:
+        """Whether it kept everything since it was first met, over more than an epoch."""
+        way = suspect.holder.way
+        epoch, step, length = self._waiting.setdefault(way, (state.epoch, state.step, suspect.length))
+        if suspect.length - length < 0.7 * suspect.count_per_step * (state.step - step):
+            self._waiting[way] = (state.epoch, state.step, suspect.length)  # emptied in between
+            return False
+        return state.epoch - epoch >= _PATIENT_EPOCHS or state.step - step >= _PATIENT_STEPS
+
+    def _goes_on(self, suspect: Suspect, slope: Slope, entry: Rule, state: RunState) -> bool:
+        """Whether a store of results by key shows no sign of knowing all its keys soon: that takes a second look."""
+        if slope.steadiness < _STEADY:
+            return False
+        if entry is memory.EVAL or slope.bytes_per_step >= FAST_RATE:
+            return True
+        way, later = suspect.holder.way, steps_needed(slope.bytes_per_step) / 2
+        _, step, length = self._waiting.setdefault(way, (state.epoch, state.step, suspect.length))
+        if state.step - step < later:
+            self._wait_for = step + math.ceil(later)
+            return False
+        self._waiting[way] = state.epoch, state.step, suspect.length
+        return (suspect.length - length) / (state.step - step) >= _STEADY * length / step
+
+    def _is_told_by_graph_rules(self, holder: Holder) -> bool:
+        return any(
+            f.code.startswith("G") and f.holder is not None and holder.root.name in f.holder and holder.name in f.holder
+            for f in self.report.findings
+        )
+
+    def _drop_case(self) -> None:
+        if self._hunt is not None:
+            self._hunt.stop()
+            self._hunt = None
+        if self._case is not None:
+            self._case.end_trace()
+            self._case = None
+
+    # ------------------------------------------------------------------ evaluations
+
+    def _judge_evaluation(self, state: RunState) -> None:
+        evaluation, track = self._evaluation, self._tracks[-1]
+        growth = evaluation.end(track.meter)
+        if growth is None or evaluation.searches >= _MAX_SEARCHES:
+            return
+        survey = self._survey(state)
+        seen = evaluation.inventories
+        seen.append(Inventory(survey, evaluation.count, before=seen[-1] if seen else None))
+        if len(seen) < 3:
+            return
+        suspects = find_growing(survey, seen[0], seen[1], seen[2])
+        del seen[0]
+        evaluation.searches += 1
+        suspect = memory.blame(suspects, growth.bytes_per_step)
+        finding = None
+        if suspect is not None:
+            finding = self._judge(suspect, suspects, growth, track, state, entry=memory.EVAL)
+        if finding is not None:
+            self.report.add(finding, step=state.current_step, phase="eval")
+
+
+class FragmentationGuard(Callback):
+    """M403, on CUDA: looks at the allocator's books every few steps, and notes which shapes the batches have."""
+
+    EVERY = 64
+    MAX_SHAPES = 64
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        self._device: torch.device | None = None
+        self._shapes: set[tuple[tuple[int, ...], ...]] = set()
+        self._told = False
+
+    def on_fit_start(self, state: RunState) -> None:
+        """Nothing to do without CUDA."""
+        on_cuda = state.device is not None and state.device.type == "cuda"
+        self._device = state.device if on_cuda else None
+
+    def on_backward_start(self, state: RunState) -> None:
+        """Note the shapes."""
+        if self._device is not None and len(self._shapes) < self.MAX_SHAPES and state.batch is not None:
+            self._shapes.add(tuple(tuple(tensor.shape) for tensor in tensors_in(state.batch)))
+
+    def on_step_end(self, state: RunState) -> None:
+        """Look at the books now and then."""
+        if self._device is None or self._told or state.step % self.EVERY:
+            return
+        found = memory.find_fragmentation(torch.cuda.memory_stats(self._device), self._shapes)
+        self._told = bool(found)
+        self.report.extend(found, step=state.current_step)
+
+
+class _Track:
+    """One meter over the steps."""
+
+    def __init__(self, entry: Rule, meter: Meter) -> None:
+        self.entry = entry
+        self.meter = meter
+        self.series = GrowthSeries()
+        self.evaluated = False
+        self._shift = 0
+        self._last: int | None = None
+        self._name = meter.name
+        self._count = 0
+        self._costs: deque[int] = deque(maxlen=4)
+
+    def read(self, step: int) -> Slope | None:
+        """Take a reading; the slope when it is time for a test and it rises."""
+        started = time.perf_counter_ns()
+        used = self.meter.read()
+        self._costs.append(time.perf_counter_ns() - started)
+        if self.meter.name != self._name:  # fallen back: other bytes
+            self._name, self._last, self._shift = self.meter.name, None, 0
+            self.series.restart()
+        if self.evaluated:
+            # What an evaluation left is another rule's business.
+            self.evaluated = False
+            self._shift += used - self._last if self._last is not None else 0
+        self._last = used
+        self.series.add(step, used - self._shift)
+        self._count += 1
+        return self.series.slope() if self._count % _CHECK_EVERY == 0 else None
+
+    def spacing(self, step_ns: float) -> int:
+        """Steps to the next reading. On a badly fragmented heap they are slow, and come rarely enough to be borne."""
+        bearable = max(_FIRST_BUDGET_NS if self._count < 32 else _BUDGET_NS, _BUDGET_SHARE * step_ns)
+        # The cheapest of the last few: the others were interrupted.
+        return max(self.series.stride, min(_WIDEST, int(min(self._costs) / bearable)))
+
+
+class _Investigation:
+    """Who made the readings rise? Further looks, as far apart as the growth is slow, until two rises in a row tell."""
+
+    def __init__(self, track: _Track, slope: Slope, first: Inventory) -> None:
+        self.track, self.slope = track, slope
+        self.trace: StoreTrace | None = None
+        self.stored_at: SourceLine | None = None
+        rate = slope.bytes_per_step
+        gap = 1 if rate >= FAST_RATE / 8 else 6
+        self._gaps = [gap, 4 * gap, 4 * gap]  # after the first two looks: what grows every few steps only
+        self._seen = [first]
+        self.due = first.step + gap
+
+    def look(self, survey: Survey, step: int) -> list[Suspect]:
+        """What grew from the look before the last to the last, and from that to this one."""
+        now = Inventory(survey, step, before=self._seen[-1])
+        suspects = find_growing(survey, self._seen[-2], self._seen[-1], now) if len(self._seen) > 1 else []
+        self._seen = [*self._seen[-1:], now]
+        return suspects
+
+    def go_on(self, survey: Survey) -> bool:
+        """Plan the next look, and trace the next step for the line that stores; False when it was enough."""
+        if not self._gaps:
+            return False
+        self.due = self._seen[-1].step + self._gaps.pop(0)
+        growing = self._growing(survey) if len(self._seen) > 1 else None
+        self.trace = start_trace(growing) if growing is not None else None
+        return True
+
+    def _growing(self, survey: Survey) -> Holder | None:
+        """The container that gained most since the last look."""
+        before, now = self._seen
+        gained = {
+            key: length - before.lengths[key][1]
+            for key, (kind, length) in now.lengths.items()
+            if key in before.lengths and before.lengths[key][0] is kind and length > before.lengths[key][1]
+        }
+        best: tuple[int, Any] = (0, None)
+        for obj in survey.objects():
+            if id(obj) in gained:
+                gain = weigh(newest(obj, gained[id(obj)]), before).held_bytes
+                best = max(best, (gain, obj), key=lambda pair: pair[0])
+        return survey.holder(best[1]) if best[1] is not None else None
+
+    def end_trace(self) -> None:
+        """Let go of the trace, but keep the line that it saw."""
+        if self.trace is not None:
+            self.trace.stop()
+            self.stored_at = self.stored_at or self.trace.stored_at
+            self.trace = None
+
+
+class _Evaluations:
+    """Bytes at the start and the end of each evaluation."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.inventories: list[Inventory] = []
+        self.searches = 0
+        self._start: int | None = None
+        self._last_end: int | None = None
+        self._rises: list[int] = []
+
+    def begin(self, meter: Meter) -> None:
+        """Read at the start."""
+        self._start = meter.read()
+
+    def end(self, meter: Meter) -> Slope | None:
+        """Read at the end; the growth per evaluation, when this one left bytes that were not there after the last one.
+
+        Both count: what an evaluation adds may be dropped before the next one, and training may have added it.
+        """
+        used = meter.read()
+        start, last_end = self._start, self._last_end
+        self._start, self._last_end = None, used
+        self.count += 1
+        if start is None or last_end is None or self.count <= _FIRST_EVAL:
+            return None
+        added, rise = used - start, used - last_end
+        if added < _EVAL_BYTES or rise < added / 2:
+            self._rises.clear()
+            self.inventories.clear()
+            return None
+        self._rises.append(min(added, rise))
+        return Slope(statistics.median(self._rises), self.count - len(self._rises), self.count)

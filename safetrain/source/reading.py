@@ -1,0 +1,98 @@
+"""Finds the user's statement that did it, where a running program leaves no trace of its line. For reports only."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+from safetrain.findings import SourceLine
+from safetrain.source import USER, grade, line_text
+from safetrain.source.syntax import attribute_stores, called_name, scope_of, statement_at, tree_of
+
+_MAX_FILES = 200
+
+
+def user_files(near: nn.Module | None = None) -> list[str]:
+    """Files of the user's own loaded modules, the main script first; with `near`, that and the model's file only."""
+    names = ["__main__", *((kind.__module__ for kind in type(near).__mro__) if near is not None else sys.modules)]
+    files: dict[str, None] = {}
+    for name in names:
+        filename = getattr(sys.modules.get(name), "__file__", None)
+        if isinstance(filename, str) and filename.endswith(".py") and grade(filename) == USER:
+            files[filename] = None
+    return list(files)[:_MAX_FILES]
+
+
+def find_attribute_assignment(
+    attribute: str, owner: str = "", *, files: Iterable[str] | None = None
+) -> SourceLine | None:
+    """The first `….owner.attribute = …` of the user's files; with an empty `owner`, any `….attribute = …`."""
+    for filename in files if files is not None else user_files():
+        for statement in attribute_stores(filename, attribute):
+            targets = (n for n in ast.walk(statement) if isinstance(n, ast.Attribute) and n.attr == attribute)
+            if any(_ends_with(target.value, owner) for target in targets):
+                return SourceLine(filename, statement.lineno, line_text(filename, statement.lineno))
+    return None
+
+
+def find_method_calls(method: str, *, files: Iterable[str] | None = None) -> list[SourceLine]:
+    """All `….method(…)` of the user's files."""
+    return [
+        SourceLine(filename, node.lineno, line_text(filename, node.lineno))
+        for filename in (files if files is not None else user_files())
+        for node in _walk(filename)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == method
+    ]
+
+
+def find_freeze_of_state_dict(*, files: Iterable[str] | None = None) -> SourceLine | None:
+    """A loop over `x.state_dict()` whose body sets `requires_grad`: those tensors are copies of no effect."""
+    for filename in files if files is not None else user_files():
+        for node in _walk(filename):
+            if not isinstance(node, ast.For) or not _reads_state_dict(node.iter):
+                continue
+            for inner in ast.walk(node):
+                if (
+                    isinstance(inner, ast.Attribute)
+                    and inner.attr == "requires_grad"
+                    and isinstance(inner.ctx, ast.Store)
+                ):
+                    return SourceLine(filename, inner.lineno, line_text(filename, inner.lineno))
+    return None
+
+
+def reads_key(source: SourceLine, keys: Iterable[str]) -> bool:
+    """Whether the function around a line reads one of these keys: `state["epoch"]`, `state.get("epoch")`, `.pop(…)`."""
+    statement = statement_at(source.file, source.line)
+    wanted = set(keys)
+    for node in ast.walk(scope_of(statement)) if statement is not None else ():
+        key: ast.expr | None = None
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+            key = node.slice
+        elif isinstance(node, ast.Call) and called_name(node) in ("get", "pop") and node.args:
+            key = node.args[0]
+        if isinstance(key, ast.Constant) and str(key.value).lower() in wanted:
+            return True
+    return False
+
+
+def _walk(filename: str) -> Iterator[ast.AST]:
+    tree = tree_of(filename)
+    return ast.walk(tree) if tree is not None else iter(())
+
+
+def _reads_state_dict(node: ast.expr) -> bool:
+    return any(isinstance(part, ast.Call) and called_name(part) == "state_dict" for part in ast.walk(node))
+
+
+def _ends_with(node: ast.expr, owner: str) -> bool:
+    if not owner:
+        return True
+    if isinstance(node, ast.Attribute):
+        return node.attr == owner
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        return str(node.slice.value) == owner
+    return isinstance(node, ast.Name) and node.id == owner

@@ -1,0 +1,1 @@
+"""Parts of one optimizer step that the loop uses: weights, averages, late flags, checks of settings."""

@@ -12,13 +12,13 @@ off, and hands the findings to the `Report`. Guards hold no tensor and nothing t
 | FiniteGuard | backward start and end | P206 P211 |
 | HookGuard | four steps of 64 | G113 |
 | gradient_guards | coverage, probes and paths, by sampled steps | G109 P201–P205 P207–P213 |
-| loop_guards | modes, BatchNorm, loss weights, compiler counters, loss scale | A303 A304 L502–L504 L506 L508 L511–L513 |
+| loop_guards | modes, BatchNorm, loss weights, compiler, loss scale | A303 A304 L502–L506 L508 L511–L513 |
 | FragmentationGuard | backward start, step end (CUDA) | M403 |
 | WorkerGuard | step end (Linux, with loader workers) | M402 |
 | MemoryGuard | step end, evaluation, exceptions | M401 M402 M404 M405 |
 
-What only a foreign loop can get wrong is judged from events by `safetrain.foreign.watching`; the Trainer adds a watch over
-kept snapshots (L514) and over what users' hooks leave behind (L515).
+What only a foreign loop can get wrong is judged from events by `safetrain.foreign.watching`; the Trainer adds a watch
+over kept snapshots (L514) and over what users' hooks leave behind (L515).
 """
 
 from __future__ import annotations

@@ -163,6 +163,7 @@ class Trainer:
             scaler = torch.amp.GradScaler(self.device.type)
         self.state = RunState(model=model, optimizers=named, schedulers=schedules, scaler=scaler, device=self.device)
         self.state.run_dir = Path(run_dir) if run_dir is not None else None
+        self.state.gated = check_finite and scaler is None
         self.train_loader: EpochLoader | None = None
         self._position: dict[str, Any] | None = None  # in the data, loaded before `fit` named the loader
         self.callbacks = list(callbacks)
@@ -409,6 +410,7 @@ class Trainer:
                 scheduler.step()
             return
         state.skipped_steps += 1
+        self.listeners.on_skip(state)
         others = " (or of one that steps together with it)" if len(state.optimizers) > 1 else ""
         told = (
             f"step {step or state.current_step}: the gradients of optimizer `{name}`{others} were Inf or NaN, so the "

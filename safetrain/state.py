@@ -43,6 +43,8 @@ class RunState:
     """Epochs finished; the first epoch runs with 0."""
     batch_in_epoch: int = 0
     """Micro-batches of the running epoch that have been handed to a step."""
+    gated: bool = False
+    """The driver itself keeps Inf and NaN gradients from the weights and tells by `on_skip`."""
     num_samples: int = 0
     """Samples of this window, as far as its batches tell."""
     in_step: bool = False

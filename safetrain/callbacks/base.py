@@ -45,6 +45,9 @@ class Callback:
     def on_backward_end(self, state: RunState) -> None:
         """Before each optimizer steps: its gradients are complete, unscaled and unclipped."""
 
+    def on_skip(self, state: RunState) -> None:
+        """When an optimizer was not stepped because its gradients were Inf or NaN. On CUDA it may come a step late."""
+
     def on_step_end(self, state: RunState) -> None:
         """After the optimizer (or the decision to skip it) and the schedule."""
 
@@ -93,6 +96,7 @@ class Listeners:
     on_step_start: Hook
     on_backward_start: Hook
     on_backward_end: Hook
+    on_skip: Hook
     on_step_end: Hook
     on_epoch_end: Hook
     on_log: Hook

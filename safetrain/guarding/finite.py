@@ -26,9 +26,10 @@ _SHORT = 64
 class FiniteGuard(Callback):
     """P206 and P211, once a run.
 
-    Reads one number of the loss before each backward, and of one small gradient after: that of an early layer, which
-    gets its gradient last, so what went wrong on the way is in it. On CPU these are memory reads (4 µs a step); on
-    other devices they are made on logging steps only. Under loss scaling gradients are left to the scaler.
+    Where the driver has a gate of its own (`state.gated`), it listens to that and costs nothing. Elsewhere it reads one
+    number of the loss before each backward, and of one small gradient after: that of an early layer, which gets its
+    gradient last, so what went wrong on the way is in it. On CPU these are memory reads (4 µs a step); on other devices
+    they are made on logging steps only. Under loss scaling gradients are left to the scaler.
     """
 
     def __init__(self, report: Report) -> None:
@@ -40,7 +41,7 @@ class FiniteGuard(Callback):
     def on_backward_start(self, state: RunState) -> None:
         """Look at the loss."""
         loss = state.micro_loss
-        if self._told or loss is None or not _may_read(loss, state) or loss.numel() != 1:
+        if state.gated or self._told or loss is None or not _may_read(loss, state) or loss.numel() != 1:
             return
         number = _only(loss.detach().tolist())
         if math.isfinite(number) or (state.scaler is not None and math.isinf(number)):
@@ -54,15 +55,22 @@ class FiniteGuard(Callback):
 
     def on_backward_end(self, state: RunState) -> None:
         """Look at one gradient."""
-        if self._told or state.scaler is not None:
+        if state.gated or self._told or state.scaler is not None:
             return
         probe = self._probe() if self._probe is not None else None
         if probe is None or probe.grad is None:
             probe = self._choose_probe(state)
         if probe is None or probe.grad is None or not _may_read(probe.grad, state):
             return
-        if math.isfinite(_total(probe.grad)):
-            return
+        if not math.isfinite(_total(probe.grad)):
+            self._explain(state)
+
+    def on_skip(self, state: RunState) -> None:
+        """The driver's own gate saw it: nothing had to be read in the steps before."""
+        if state.gated and not self._told:
+            self._explain(state)
+
+    def _explain(self, state: RunState) -> None:
         self._told = True
         finding = _by_replay(state)
         self._pending = [finding] if finding is not None else find_nonfinite_gradients(state.model)

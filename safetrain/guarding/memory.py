@@ -275,11 +275,11 @@ class MemoryGuard(Callback):
 
     def _goes_on(self, suspect: Suspect, slope: Slope, entry: Rule, state: RunState) -> bool:
         """Whether a store of results by key shows no sign of knowing all its keys soon: that takes a second look."""
-        if slope.steadiness < _STEADY:
-            return False
-        if entry is memory.EVAL or slope.bytes_per_step >= FAST_RATE:
+        if entry is memory.EVAL:
             return True
-        way, later = suspect.holder.way, steps_needed(slope.bytes_per_step) / 2
+        if slope.bytes_per_step >= FAST_RATE:
+            return suspect.count_per_step >= _STEADY * suspect.length / state.step
+        way, later = suspect.holder.way, steps_needed(slope.bytes_per_step) / 3
         _, step, length = self._waiting.setdefault(way, (state.epoch, state.step, suspect.length))
         if state.step - step < later:
             self._wait_for = step + math.ceil(later)

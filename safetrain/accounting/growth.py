@@ -28,8 +28,6 @@ class Slope:
     bytes_per_step: float
     first_step: int
     last_step: int
-    steadiness: float = 1.0
-    """Growth in the second half of the time, as a share of that in the first."""
 
     @property
     def span(self) -> int:
@@ -43,7 +41,8 @@ class GrowthSeries:
     The lowest, because batches of varying length lift a reading now and then, while a leak lifts the floor.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, min_rate: float = MIN_RATE) -> None:
+        self._min_rate = min_rate
         self.stride = 1
         """Steps from one wanted reading to the next."""
         self._steps: list[int] = []
@@ -77,18 +76,18 @@ class GrowthSeries:
         Small growth needs more steps before it counts: 8 at 256 kB a step, 130 at 1 kB.
         """
         steps, floors = self._steps, self._floors
-        if len(steps) < _MIN_POINTS or floors[-1] - floors[0] < MIN_RATE * (steps[-1] - steps[0]):
+        if len(steps) < _MIN_POINTS or floors[-1] - floors[0] < self._min_rate * (steps[-1] - steps[0]):
             return None
         x, y = np.array(steps, dtype=np.float64), np.array(floors, dtype=np.float64)
         rate = theil_sen(x, y)
         span = steps[-1] - steps[0]
-        if rate < MIN_RATE or span < steps_needed(rate) or mann_kendall(y) < _SIGNIFICANT:
+        if rate < self._min_rate or span < steps_needed(rate) or mann_kendall(y) < _SIGNIFICANT:
             return None
         half = len(steps) // 2
         early, late = theil_sen(x[: half + 1], y[: half + 1]), theil_sen(x[half:], y[half:])
         if late < max(0.5 * rate, 0.6 * early):
             return None  # slowing down, or a jump: something that fills up
-        return Slope(rate, steps[0], steps[-1], steadiness=late / max(early, 1.0))
+        return Slope(rate, steps[0], steps[-1])
 
 
 def steps_needed(bytes_per_step: float) -> float:

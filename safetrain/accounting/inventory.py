@@ -25,6 +25,8 @@ _MAX_WEIGHED = 4_000
 """Objects looked into while one holder's newest elements are weighed."""
 _MAX_WAYS = 4_000
 """Tensors of one inventory whose names are noted."""
+_LONG = 64
+"""Elements of a dict that is a container and no object's attributes."""
 _SURVIVED = 3
 """Steps after which a new tensor counts as kept: outputs and states of a step may live through the next one or two."""
 _SMALL_TENSOR = 16
@@ -80,6 +82,7 @@ class Inventory:
         """Bytes of what is new since `before`, by the names on the way to it."""
         self.fresh: set[int] = set()
         """Storages that are new since `before`."""
+        self._ways = _Ways()
         self.totals: dict[tuple[str, ...], int] = {}
         """Bytes of all tensors, by the first two names on the way to them."""
         for obj in survey.objects():
@@ -88,6 +91,7 @@ class Inventory:
                 self.lengths[id(obj)] = (type(obj), length)
             elif issubclass(type(obj), (Tensor, np.ndarray)):
                 self._note(obj, survey, before)
+        self._ways = _Ways()  # ids are good for as long as the survey holds the objects
 
     def _note(self, obj: Any, survey: Survey, before: Inventory | None) -> None:
         key = _payload_key(obj)
@@ -99,7 +103,7 @@ class Inventory:
             self.storages[key] = StorageWeakRef(obj.untyped_storage())  # type: ignore[no-untyped-call]
         if len(self.storages) > _MAX_WAYS or not is_first:
             return
-        way, size = survey.holder(obj).way, _payload_bytes(obj)
+        way, size = self._ways.of(survey.holder(obj)), _payload_bytes(obj)
         self.totals[way[:2]] = self.totals.get(way[:2], 0) + size
         if before is not None and not known and key not in self.fresh:
             self.fresh.add(key)
@@ -109,6 +113,25 @@ class Inventory:
         """Whether the storage was there and still is: its place may have been given to another since."""
         ref = self.storages.get(key)
         return ref is not None and not ref.expired()  # type: ignore[no-untyped-call]
+
+
+class _Ways:
+    """Ways of many holders. An element's position in a long container takes time to find, and is no part of its way."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[str, ...]] = {}
+
+    def of(self, holder: Holder) -> tuple[str, ...]:
+        """`holder.way`."""
+        parent = holder.path[-2] if len(holder.path) > 1 else None
+        long = length_of(parent) if type(parent) in (list, dict, set, deque) else None
+        if long is None or (long < _LONG and type(parent) is dict):
+            return holder.way
+        way = self._known.get(id(parent))
+        if way is None:
+            way = Holder(holder.root, holder.path[:-1], [], holder.steps, []).way
+            self._known[id(parent)] = way
+        return way
 
 
 def length_of(obj: Any) -> int | None:
@@ -163,11 +186,12 @@ def _bigger_ones(survey: Survey, second: Inventory, now: Inventory) -> Iterator[
     steps = now.step - second.step
     grown = {way: size - second.by_way[way] for way, size in now.by_way.items() if size > second.by_way.get(way, size)}
     seen: set[tuple[str, ...]] = set()
+    ways = _Ways()
     for obj in survey.objects() if grown else ():
         if not issubclass(type(obj), (Tensor, np.ndarray)) or _payload_key(obj) not in now.fresh:
             continue
         holder = survey.holder(obj)
-        way = holder.way
+        way = ways.of(holder)
         if way in grown and way not in seen and not _is_ours(holder):
             seen.add(way)
             weight = weigh([obj])
@@ -183,12 +207,13 @@ def _survivors(survey: Survey, first: Inventory, second: Inventory, now: Invento
     if min(steps, now.step - second.step) < _SURVIVED:
         return
     groups: dict[tuple[str, ...], list[Holder]] = {}
+    ways = _Ways()
     for obj in survey.objects():
         key = storage_key(obj) if issubclass(type(obj), Tensor) else None
         if key is not None and key in second.fresh and second.has(key):
             holder = survey.holder(obj)
             if not _is_ours(holder):
-                groups.setdefault(holder.way[:2], []).append(holder)
+                groups.setdefault(ways.of(holder)[:2], []).append(holder)
     for way, holders in groups.items():
         tensors = [holder.path[-1] for holder in holders]
         weight = weigh(tensors)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from safetrain.accounting.growth import FAST_RATE, WARM_UP, GrowthSeries, Slope, steps_needed
+from safetrain.accounting.growth import FAST_RATE, MIN_RATE, WARM_UP, GrowthSeries, Slope, steps_needed
 from safetrain.accounting.inventory import Inventory, Suspect, find_growing, names_of, newest, running_loaders, weigh
 from safetrain.accounting.keeping import Reading, is_bounded_by_type
 from safetrain.accounting.survivors import SurvivorHunt
@@ -25,7 +25,7 @@ from safetrain.data.batch import batch_size, tensors_in
 from safetrain.findings import Finding, Report, Rule, SourceLine
 from safetrain.graph import Holder, StoreTrace, Survey
 from safetrain.guarding.workers import WorkerGuard
-from safetrain.memory import HeapMeter, Meter, heap_is_readable, meter_for
+from safetrain.memory import HeapMeter, Meter, RssMeter, heap_is_readable, meter_for
 from safetrain.rules import memory
 from safetrain.rules.graph import start_trace
 from safetrain.rules.out_of_memory import find_out_of_memory, is_out_of_memory, owned_bytes
@@ -44,8 +44,10 @@ _MAX_SEARCHES = 12
 """Searches after evaluations in one run."""
 _MAX_HUNTS = 2
 """Times in a run that allocations are recorded."""
-_SLOW_READING_NS = 20_000_000
-"""A heap that takes so long to tell its size is asked no more."""
+_SLOW_READING_NS = 300_000
+"""A heap that takes so long to tell its size (a hundred thousand small tensors do that) is asked no more."""
+_RESIDENT_RATE = 8_000.0
+"""The least growth that counts, in bytes a step, where only resident memory can be read."""
 _BUDGET_NS = 3_000
 _FIRST_BUDGET_NS = 50_000
 _BUDGET_SHARE = 0.01
@@ -92,8 +94,7 @@ class MemoryGuard(Callback):
 
     def on_fit_start(self, state: RunState) -> None:
         """Choose the meters."""
-        heap = HeapMeter(_SLOW_READING_NS) if heap_is_readable() else meter_for("cpu")
-        self._tracks = [_Track(memory.HOST, heap)]
+        self._tracks = [_Track(memory.HOST, _host_meter())]
         if state.device is not None and state.device.type not in ("cpu", "meta"):
             self._tracks.append(_Track(memory.DEVICE, meter_for(state.device)))
         owned = sum(owned_bytes(state.model, state.optimizers).values())
@@ -355,17 +356,33 @@ class FragmentationGuard(Callback):
         self.report.extend(found, step=state.current_step)
 
 
+def _host_meter() -> Meter:
+    """The heap, unless that takes too long already, else resident memory."""
+    if not heap_is_readable():
+        return RssMeter()
+    heap = HeapMeter(slow_ns=10**12)  # it must not switch by itself: what is read then is another series
+    costs = []
+    for _ in range(3):
+        started = time.perf_counter_ns()
+        heap.read()
+        costs.append(time.perf_counter_ns() - started)
+    return heap if min(costs) <= _SLOW_READING_NS else RssMeter()
+
+
+def _series_for(meter: Meter) -> GrowthSeries:
+    return GrowthSeries(_RESIDENT_RATE if isinstance(meter, RssMeter) else MIN_RATE)
+
+
 class _Track:
     """One meter over the steps."""
 
     def __init__(self, entry: Rule, meter: Meter) -> None:
         self.entry = entry
         self.meter = meter
-        self.series = GrowthSeries()
+        self.series = _series_for(meter)
         self.evaluated = False
         self._shift = 0
         self._last: int | None = None
-        self._name = meter.name
         self._count = 0
         self._costs: deque[int] = deque(maxlen=4)
 
@@ -374,9 +391,11 @@ class _Track:
         started = time.perf_counter_ns()
         used = self.meter.read()
         self._costs.append(time.perf_counter_ns() - started)
-        if self.meter.name != self._name:  # fallen back: other bytes
-            self._name, self._last, self._shift = self.meter.name, None, 0
-            self.series.restart()
+        if isinstance(self.meter, HeapMeter) and len(self._costs) == 4 and min(self._costs) > _SLOW_READING_NS:
+            self.meter = RssMeter()
+            self._last, self._shift, self.series = None, 0, _series_for(self.meter)
+            self._costs.clear()
+            return self.read(step)
         if self.evaluated:
             # What an evaluation left is another rule's business.
             self.evaluated = False

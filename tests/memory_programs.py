@@ -248,6 +248,26 @@ def dataset_remembers(steps: int) -> None:
         optimizer.step()
 
 
+def snapshot_each_epoch(steps: int) -> None:
+    snapshots: list[dict[str, Tensor]] = []
+
+    def keep(i: int, loss: Tensor, out: Tensor, model: Net) -> None:
+        if i % 10 == 9:
+            snapshots.append({"weights": torch.zeros(100, KB)})
+
+    train(keep, steps=steps)
+
+
+def gradients_kept(steps: int) -> None:
+    grads: list[Tensor] = []
+
+    def keep(i: int, loss: Tensor, out: Tensor, model: Net) -> None:
+        assert model.body.weight.grad is not None
+        grads.append(model.body.weight.grad.repeat(2, 2))
+
+    train(keep, steps=steps)
+
+
 LEAKS: dict[Callable[[int], None], str] = {
     list_of_tensors: "kept",
     dict_by_step: "results",
@@ -270,6 +290,8 @@ LEAKS: dict[Callable[[int], None], str] = {
     deferred_calls: "later",
     buffer_each_step: "snapshot",
     dataset_remembers: "decoded",
+    snapshot_each_epoch: "snapshots",
+    gradients_kept: "grads",
 }
 
 

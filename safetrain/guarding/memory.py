@@ -49,7 +49,7 @@ _SLOW_READING_NS = 300_000
 _RESIDENT_RATE = 8_000.0
 """The least growth that counts, in bytes a step, where only resident memory can be read."""
 _BUDGET_NS = 3_000
-_FIRST_BUDGET_NS = 50_000
+_FIRST_BUDGET_NS = 300_000
 _BUDGET_SHARE = 0.01
 """What readings may cost a step: nanoseconds (more in the first ones), or a share of its time if that is more."""
 _WIDEST = 1024
@@ -421,7 +421,7 @@ class _Investigation:
         self.stored_at: SourceLine | None = None
         rate = slope.bytes_per_step
         gap = 1 if rate >= FAST_RATE / 8 else 6
-        self._gaps = [gap, 4 * gap, 4 * gap]  # after the first two looks: what grows every few steps only
+        self._gaps = [gap, 4 * gap, 16 * gap, 16 * gap]  # after the first two looks: what grows every few steps only
         self._seen = [first]
         self.due = first.step + gap
 

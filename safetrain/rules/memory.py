@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from safetrain.accounting.survivors import Survivors
 
 _LRU = "_lru_cache_wrapper"
-_SMALL_RECORDS = 16_000
+_SMALL_RECORDS = 64_000
 """Numbers and short strings below so many bytes a step are a history, and nobody's fault."""
 _FRAGMENT_BYTES = 256_000_000
 EXPLAINS = 0.4

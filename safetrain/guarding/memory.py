@@ -8,33 +8,29 @@ from __future__ import annotations
 
 import gc
 import math
-import statistics
 import time
 import weakref
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from safetrain.accounting.growth import FAST_RATE, MIN_RATE, WARM_UP, GrowthSeries, Slope, steps_needed
-from safetrain.accounting.inventory import Inventory, Suspect, find_growing, names_of, newest, running_loaders, weigh
+from safetrain.accounting.growth import FAST_RATE, WARM_UP, Slope, steps_needed
+from safetrain.accounting.inventory import Inventory, Suspect, find_growing, names_of, running_loaders
+from safetrain.accounting.investigation import Investigation
 from safetrain.accounting.keeping import Reading, is_bounded_by_type
 from safetrain.accounting.survivors import SurvivorHunt
+from safetrain.accounting.tracks import Evaluations, Track, host_meter
 from safetrain.callbacks.base import Callback
-from safetrain.data.batch import batch_size, tensors_in
+from safetrain.data.batch import batch_size
 from safetrain.findings import Finding, Report, Rule, SourceLine
-from safetrain.graph import Holder, StoreTrace, Survey
+from safetrain.graph import Holder, Survey
+from safetrain.guarding.fragmentation import FragmentationGuard
 from safetrain.guarding.workers import WorkerGuard
-from safetrain.memory import HeapMeter, Meter, RssMeter, heap_is_readable, meter_for
+from safetrain.memory import meter_for
 from safetrain.rules import memory
-from safetrain.rules.graph import start_trace
 from safetrain.rules.out_of_memory import find_out_of_memory, is_out_of_memory, owned_bytes
 
 if TYPE_CHECKING:
     from safetrain.state import RunState
 
-_CHECK_EVERY = 2
-"""Readings between two tests of the slope."""
 _PATIENT_EPOCHS = 2
 """A place that the source empties must have survived so many ends of an epoch before it is called a leak."""
 _PATIENT_STEPS = 3_000
@@ -44,22 +40,8 @@ _MAX_SEARCHES = 12
 """Searches after evaluations in one run."""
 _MAX_HUNTS = 2
 """Times in a run that allocations are recorded."""
-_SLOW_READING_NS = 300_000
-"""A heap that takes so long to tell its size (a hundred thousand small tensors do that) is asked no more."""
-_RESIDENT_RATE = 8_000.0
-"""The least growth that counts, in bytes a step, where only resident memory can be read."""
-_BUDGET_NS = 3_000
-_FIRST_BUDGET_NS = 300_000
-_BUDGET_SHARE = 0.01
-"""What readings may cost a step: nanoseconds (more in the first ones), or a share of its time if that is more."""
-_WIDEST = 1024
-"""Steps between two readings, at most."""
 _LONGEST_WAIT = 4096
 """Steps to wait after many searches in vain."""
-_EVAL_BYTES = 16_000
-"""Growth of one evaluation below which nobody asks."""
-_FIRST_EVAL = 1
-"""Evaluations that do not count: the first one makes kernels and caches."""
 
 
 def memory_guards(report: Report) -> list[Callback]:
@@ -76,10 +58,10 @@ class MemoryGuard(Callback):
 
     def __init__(self, report: Report) -> None:
         self.report = report
-        self._tracks: list[_Track] = []
+        self._tracks: list[Track] = []
         self._used_before = 0
         self._next = 0
-        self._case: _Investigation | None = None
+        self._case: Investigation | None = None
         self._hunt: SurvivorHunt | None = None
         self._hunts_left = _MAX_HUNTS
         self._told: set[tuple[str, ...]] = set()
@@ -88,21 +70,21 @@ class MemoryGuard(Callback):
         self._last_look = (0, 0)
         self._wait_for: int | None = None
         self._loaders: list[weakref.ref[Any]] = []
-        self._evaluation = _Evaluations()
+        self._evaluation = Evaluations()
 
     # ------------------------------------------------------------------ events
 
     def on_fit_start(self, state: RunState) -> None:
         """Choose the meters."""
-        self._tracks = [_Track(memory.HOST, _host_meter())]
+        self._tracks = [Track(memory.HOST, host_meter())]
         if state.device is not None and state.device.type not in ("cpu", "meta"):
-            self._tracks.append(_Track(memory.DEVICE, meter_for(state.device)))
+            self._tracks.append(Track(memory.DEVICE, meter_for(state.device)))
         owned = sum(owned_bytes(state.model, state.optimizers).values())
         self._used_before = max(0, self._tracks[-1].meter.read() - owned)
         self._next = state.step + WARM_UP
         self._last_look = (state.step, time.perf_counter_ns())
         self._case = None
-        self._evaluation = _Evaluations()
+        self._evaluation = Evaluations()
 
     def on_step_end(self, state: RunState) -> None:
         """One comparison on most steps."""
@@ -163,11 +145,11 @@ class MemoryGuard(Callback):
         for track, slope in slopes:
             if slope is not None:
                 self._loaders = [weakref.ref(iterator) for iterator in running_loaders()]
-                self._case = _Investigation(track, slope, Inventory(self._survey(state), state.step))
+                self._case = Investigation(track, slope, Inventory(self._survey(state), state.step))
                 self._next = self._case.due
                 return
 
-    def _investigate(self, case: _Investigation, state: RunState) -> None:
+    def _investigate(self, case: Investigation, state: RunState) -> None:
         case.end_trace()
         if state.step < case.due:
             return
@@ -186,7 +168,7 @@ class MemoryGuard(Callback):
             return
         self._close(case, finding, state)
 
-    def _may_hunt(self, case: _Investigation, suspects: list[Suspect]) -> bool:
+    def _may_hunt(self, case: Investigation, suspects: list[Suspect]) -> bool:
         """Whether to record allocations: rarely, when nothing else explains, not for garbage that will be collected."""
         if self._hunts_left <= 0 or any(f.code.startswith("G") for f in self.report.findings):
             return False
@@ -212,7 +194,7 @@ class MemoryGuard(Callback):
             finding = memory.unnamed_growth(survivors, case.slope, entry=track.entry, meter=track.meter.name)
         self._close(case, finding, state)
 
-    def _close(self, case: _Investigation, finding: Finding | None, state: RunState) -> None:
+    def _close(self, case: Investigation, finding: Finding | None, state: RunState) -> None:
         if finding is not None:
             self.report.add(finding, step=state.current_step)
         self._case, self._loaders = None, []
@@ -233,7 +215,7 @@ class MemoryGuard(Callback):
         suspect: Suspect,
         suspects: list[Suspect],
         slope: Slope,
-        track: _Track,
+        track: Track,
         state: RunState,
         *,
         entry: Rule | None = None,
@@ -323,177 +305,3 @@ class MemoryGuard(Callback):
             finding = self._judge(suspect, suspects, growth, track, state, entry=memory.EVAL)
         if finding is not None:
             self.report.add(finding, step=state.current_step, phase="eval")
-
-
-class FragmentationGuard(Callback):
-    """M403, on CUDA: looks at the allocator's books every few steps, and notes which shapes the batches have."""
-
-    EVERY = 64
-    MAX_SHAPES = 64
-
-    def __init__(self, report: Report) -> None:
-        self.report = report
-        self._device: torch.device | None = None
-        self._shapes: set[tuple[tuple[int, ...], ...]] = set()
-        self._told = False
-
-    def on_fit_start(self, state: RunState) -> None:
-        """Nothing to do without CUDA."""
-        on_cuda = state.device is not None and state.device.type == "cuda"
-        self._device = state.device if on_cuda else None
-
-    def on_backward_start(self, state: RunState) -> None:
-        """Note the shapes."""
-        if self._device is not None and len(self._shapes) < self.MAX_SHAPES and state.batch is not None:
-            self._shapes.add(tuple(tuple(tensor.shape) for tensor in tensors_in(state.batch)))
-
-    def on_step_end(self, state: RunState) -> None:
-        """Look at the books now and then."""
-        if self._device is None or self._told or state.step % self.EVERY:
-            return
-        found = memory.find_fragmentation(torch.cuda.memory_stats(self._device), self._shapes)
-        self._told = bool(found)
-        self.report.extend(found, step=state.current_step)
-
-
-def _host_meter() -> Meter:
-    """The heap, unless that takes too long already, else resident memory."""
-    if not heap_is_readable():
-        return RssMeter()
-    heap = HeapMeter(slow_ns=10**12)  # it must not switch by itself: what is read then is another series
-    costs = []
-    for _ in range(3):
-        started = time.perf_counter_ns()
-        heap.read()
-        costs.append(time.perf_counter_ns() - started)
-    return heap if min(costs) <= _SLOW_READING_NS else RssMeter()
-
-
-def _series_for(meter: Meter) -> GrowthSeries:
-    return GrowthSeries(_RESIDENT_RATE if isinstance(meter, RssMeter) else MIN_RATE)
-
-
-class _Track:
-    """One meter over the steps."""
-
-    def __init__(self, entry: Rule, meter: Meter) -> None:
-        self.entry = entry
-        self.meter = meter
-        self.series = _series_for(meter)
-        self.evaluated = False
-        self._shift = 0
-        self._last: int | None = None
-        self._count = 0
-        self._costs: deque[int] = deque(maxlen=4)
-
-    def read(self, step: int) -> Slope | None:
-        """Take a reading; the slope when it is time for a test and it rises."""
-        started = time.perf_counter_ns()
-        used = self.meter.read()
-        self._costs.append(time.perf_counter_ns() - started)
-        if isinstance(self.meter, HeapMeter) and len(self._costs) == 4 and min(self._costs) > _SLOW_READING_NS:
-            self.meter = RssMeter()
-            self._last, self._shift, self.series = None, 0, _series_for(self.meter)
-            self._costs.clear()
-            return self.read(step)
-        if self.evaluated:
-            # What an evaluation left is another rule's business.
-            self.evaluated = False
-            self._shift += used - self._last if self._last is not None else 0
-        self._last = used
-        self.series.add(step, used - self._shift)
-        self._count += 1
-        return self.series.slope() if self._count % _CHECK_EVERY == 0 else None
-
-    def spacing(self, step_ns: float) -> int:
-        """Steps to the next reading. On a badly fragmented heap they are slow, and come rarely enough to be borne."""
-        bearable = max(_FIRST_BUDGET_NS if self._count < 32 else _BUDGET_NS, _BUDGET_SHARE * step_ns)
-        # The cheapest of the last few: the others were interrupted.
-        return max(self.series.stride, min(_WIDEST, int(min(self._costs) / bearable)))
-
-
-class _Investigation:
-    """Who made the readings rise? Further looks, as far apart as the growth is slow, until two rises in a row tell."""
-
-    def __init__(self, track: _Track, slope: Slope, first: Inventory) -> None:
-        self.track, self.slope = track, slope
-        self.trace: StoreTrace | None = None
-        self.stored_at: SourceLine | None = None
-        rate = slope.bytes_per_step
-        gap = 1 if rate >= FAST_RATE / 8 else 6
-        self._gaps = [gap, 4 * gap, 16 * gap, 16 * gap]  # after the first two looks: what grows every few steps only
-        self._seen = [first]
-        self.due = first.step + gap
-
-    def look(self, survey: Survey, step: int) -> list[Suspect]:
-        """What grew from the look before the last to the last, and from that to this one."""
-        now = Inventory(survey, step, before=self._seen[-1])
-        suspects = find_growing(survey, self._seen[-2], self._seen[-1], now) if len(self._seen) > 1 else []
-        self._seen = [*self._seen[-1:], now]
-        return suspects
-
-    def go_on(self, survey: Survey) -> bool:
-        """Plan the next look, and trace the next step for the line that stores; False when it was enough."""
-        if not self._gaps:
-            return False
-        self.due = self._seen[-1].step + self._gaps.pop(0)
-        growing = self._growing(survey) if len(self._seen) > 1 else None
-        self.trace = start_trace(growing) if growing is not None else None
-        return True
-
-    def _growing(self, survey: Survey) -> Holder | None:
-        """The container that gained most since the last look."""
-        before, now = self._seen
-        gained = {
-            key: length - before.lengths[key][1]
-            for key, (kind, length) in now.lengths.items()
-            if key in before.lengths and before.lengths[key][0] is kind and length > before.lengths[key][1]
-        }
-        best: tuple[int, Any] = (0, None)
-        for obj in survey.objects():
-            if id(obj) in gained:
-                gain = weigh(newest(obj, gained[id(obj)]), before).held_bytes
-                best = max(best, (gain, obj), key=lambda pair: pair[0])
-        return survey.holder(best[1]) if best[1] is not None else None
-
-    def end_trace(self) -> None:
-        """Let go of the trace, but keep the line that it saw."""
-        if self.trace is not None:
-            self.trace.stop()
-            self.stored_at = self.stored_at or self.trace.stored_at
-            self.trace = None
-
-
-class _Evaluations:
-    """Bytes at the start and the end of each evaluation."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.inventories: list[Inventory] = []
-        self.searches = 0
-        self._start: int | None = None
-        self._last_end: int | None = None
-        self._rises: list[int] = []
-
-    def begin(self, meter: Meter) -> None:
-        """Read at the start."""
-        self._start = meter.read()
-
-    def end(self, meter: Meter) -> Slope | None:
-        """Read at the end; the growth per evaluation, when this one left bytes that were not there after the last one.
-
-        Both count: what an evaluation adds may be dropped before the next one, and training may have added it.
-        """
-        used = meter.read()
-        start, last_end = self._start, self._last_end
-        self._start, self._last_end = None, used
-        self.count += 1
-        if start is None or last_end is None or self.count <= _FIRST_EVAL:
-            return None
-        added, rise = used - start, used - last_end
-        if added < _EVAL_BYTES or rise < added / 2:
-            self._rises.clear()
-            self.inventories.clear()
-            return None
-        self._rises.append(min(added, rise))
-        return Slope(statistics.median(self._rises), self.count - len(self._rises), self.count)

@@ -175,7 +175,7 @@ def test_an_uncaught_error_is_explained_before_the_scripts_own_traceback(write) 
     assert "G121" in ran.codes()
     explained, traceback = ran.err.split("Traceback (most recent call last)")
     assert "G121 backward-twice" in explained and "hidden" in explained
-    assert "safetrain" not in traceback
+    assert "safetrain/doctor.py" not in traceback and "safetrain/foreign" not in traceback
     assert (
         traceback.rstrip()
         .splitlines()[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from tests.doctor_host import environment
@@ -47,17 +48,9 @@ def test_left_alone():
 
 def run_suite(folder: Path, *options: str) -> str:
     (folder / "test_suite.py").write_text(SUITE)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "safetrain.integrations.pytest_plugin",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        *options,
-    ]
+    registered = any(point.name == "safetrain" for point in entry_points(group="pytest11"))
+    plugin = () if registered else ("-p", "safetrain.integrations.pytest_plugin")  # a checkout on the path alone
+    command = [sys.executable, "-m", "pytest", *plugin, "-p", "no:cacheprovider", "-q", *options]
     done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
     return done.stdout
 

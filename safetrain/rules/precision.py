@@ -10,6 +10,7 @@ from torch import Tensor
 
 from safetrain.findings import Finding, SourceLine, rule
 from safetrain.foreign.events import LoopEvent
+from safetrain.graph import walk
 from safetrain.source import with_text
 
 CLIP_BEFORE_UNSCALE = rule("A301", "clip-before-unscale", "warning", "clipped while still scaled")
@@ -360,13 +361,7 @@ def find_scaler_without_fp16(loss: Tensor, *, source: SourceLine | None = None, 
 def graph_dtypes(loss: Tensor, limit: int = 20_000) -> set[str] | None:
     """Names of the floating types that the nodes of a graph produced; None when part of it is hidden (compiled)."""
     found: set[str] = set()
-    seen: set[object] = set()
-    stack = [loss.grad_fn] if loss.grad_fn is not None else []
-    while stack and len(seen) < limit:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+    for node in walk([loss.grad_fn], limit).nodes:
         if "Compiled" in node.name():
             return None
         for meta in getattr(node, "_input_metadata", ()):
@@ -376,7 +371,6 @@ def graph_dtypes(loss: Tensor, limit: int = 20_000) -> set[str] | None:
                 found.add(name)
                 if name == "float16":
                     return found
-        stack.extend(n for n, _ in node.next_functions if n is not None and n not in seen)
     return found
 
 

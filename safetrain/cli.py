@@ -342,6 +342,22 @@ def _memory(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _declare_bisect(parser: argparse.ArgumentParser) -> None:
+    _declare_config(parser)
+    parser.add_argument(
+        "--steps", metavar="K", type=int, default=200, help="steps of each run (default 200); more see slower growth"
+    )
+
+
+def _bisect(args: argparse.Namespace) -> int:
+    from safetrain.commands.bisect import bisect
+    from safetrain.config import file as config_file
+
+    report = bisect(config_file.load(args.file, args.overrides), args.steps, lambda line: print(line, flush=True))
+    print(f"\n{report}")
+    return EXIT_FAILED if report.grows else EXIT_OK
+
+
 def _rules(args: argparse.Namespace) -> int:
     import safetrain.rules  # noqa: F401  (fills the catalogue)
     from safetrain.findings import RULES
@@ -412,6 +428,13 @@ VERBS: tuple[Verb | ModuleVerb, ...] = (
         "show whose the bytes of a training step are: a table, and a page with the timeline",
         _memory,
         _declare_memory,
+        takes_overrides=True,
+    ),
+    Verb(
+        "bisect",
+        "find the part of a run that makes memory grow, by running it with parts switched off",
+        _bisect,
+        _declare_bisect,
         takes_overrides=True,
     ),
     ModuleVerb(

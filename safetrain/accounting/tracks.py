@@ -42,7 +42,8 @@ def host_meter() -> Meter:
     return heap if min(costs) <= _SLOW_READING_NS else RssMeter()
 
 
-def _series_for(meter: Meter) -> GrowthSeries:
+def series_for(meter: Meter) -> GrowthSeries:
+    """Readings of `meter`, with the least growth that it can tell."""
     return GrowthSeries(_RESIDENT_RATE if isinstance(meter, RssMeter) else MIN_RATE)
 
 
@@ -52,7 +53,7 @@ class Track:
     def __init__(self, entry: Rule, meter: Meter) -> None:
         self.entry = entry
         self.meter = meter
-        self.series = _series_for(meter)
+        self.series = series_for(meter)
         self.evaluated = False
         self._shift = 0
         self._last: int | None = None
@@ -66,7 +67,7 @@ class Track:
         self._costs.append(time.perf_counter_ns() - started)
         if isinstance(self.meter, HeapMeter) and len(self._costs) == 4 and min(self._costs) > _SLOW_READING_NS:
             self.meter = RssMeter()
-            self._last, self._shift, self.series = None, 0, _series_for(self.meter)
+            self._last, self._shift, self.series = None, 0, series_for(self.meter)
             self._costs.clear()
             return self.read(step)
         if self.evaluated:

@@ -118,8 +118,12 @@ class Listeners:
         for hook in HOOKS:
             setattr(self, hook, self._fan_out(hook))
 
+    def with_callbacks(self, callbacks: Iterable[Callback]) -> Listeners:
+        """Other listeners, watched as these are."""
+        return Listeners(callbacks, watch=self._watch)
+
     def _fan_out(self, hook: str) -> Hook:
-        listening = [c for c in self.callbacks if getattr(type(c), hook) is not getattr(Callback, hook)]
+        listening = [c for c in self.callbacks if overrides(c, hook)]
         bound: list[Hook] = [getattr(c, hook) for c in listening]
         if self._watch is not None:
             bound = [self._watch(hook, c, call) for c, call in zip(listening, bound, strict=True)]

@@ -8,7 +8,6 @@ none of its results, and finds what goes wrong silently. `AutopsyGuard` does bot
 from __future__ import annotations
 
 import logging
-import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from safetrain.callbacks.base import Callback
-from safetrain.errors import NonFiniteError
+from safetrain.errors import NonFiniteError, add_note
 from safetrain.findings import Finding, Report, Rule, SourceLine
 from safetrain.recording.recorder import Recorder
 from safetrain.recording.replay import unchanged
@@ -194,10 +193,7 @@ def attach(error: BaseException, finding: Finding) -> None:
     note = f"safetrain {finding.code} {finding.name}: {finding.message}{where}" + (
         f"\n  fix: {finding.fix}" if finding.fix else ""
     )
-    if sys.version_info >= (3, 11):
-        error.add_note(note)
-    elif error.args and isinstance(error.args[0], str):
-        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
+    add_note(error, note)
 
 
 class Screen:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 
 class SafetrainError(Exception):
     """Base of every error that safetrain raises on purpose."""
@@ -29,3 +31,11 @@ class GuardError(SafetrainError):
     def __init__(self, message: str, findings: list[object] | None = None) -> None:
         super().__init__(message)
         self.findings = findings or []
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Put a line under the error's own message in its traceback."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    elif error.args and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])

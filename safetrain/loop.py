@@ -34,6 +34,7 @@ from safetrain.callbacks.base import Callback, Listeners
 from safetrain.callbacks.run_dir import writable_run_dir
 from safetrain.compile import CompileOptions
 from safetrain.data import batch as batches
+from safetrain.data.cutting import cut
 from safetrain.data.loader import EpochLoader
 from safetrain.errors import BatchError, ConfigError, NonFiniteError
 from safetrain.findings import Report
@@ -45,6 +46,7 @@ from safetrain.state import RunState
 from safetrain.stepping.averages import Averages
 from safetrain.stepping.deferred import DeferredFlag
 from safetrain.stepping.settings import check_arguments, check_optimizers, check_settings, needs_closure
+from safetrain.stepping.splitting import Splitter, in_micro_batches, warn_if_unused
 from safetrain.stepping.weighting import Metrics, Shares, StepOutput, check_loss, unpack
 from safetrain.terminal import Terminal
 
@@ -66,6 +68,9 @@ class Trainer:
         precision: "fp32", "bf16" (autocast) or "fp16" (autocast with loss scaling).
         scaler: a `torch.amp.GradScaler` of your own for fp16.
         accumulate: micro-batches per optimizer step. The gradient is that of one large batch, in short windows too.
+        micro_batch_size: cut the loader's batches into micro-batches of at most so many samples; same gradients.
+        oom: what a forward or backward that runs out of memory does: "raise", or "split": the step is repeated, and the
+            run goes on, with half the `micro_batch_size` (`safetrain.stepping.splitting`).
         clip_norm, clip_norm_type, clip_value: clip gradients by total p-norm or by value, after unscaling.
         clip_per_group: take the norm over each parameter group by itself.
         nonfinite: what a step with Inf or NaN gradients does: "skip" it (counted and logged) or "raise". Weights are
@@ -105,6 +110,8 @@ class Trainer:
         precision: Precision = "fp32",
         scaler: torch.amp.GradScaler | None = None,
         accumulate: int = 1,
+        micro_batch_size: int | None = None,
+        oom: Literal["raise", "split"] = "raise",
         clip_norm: float | None = None,
         clip_norm_type: float = 2.0,
         clip_value: float | None = None,
@@ -132,7 +139,7 @@ class Trainer:
     ) -> None:
         self.model = model
         self.precision = precision
-        self.accumulate = accumulate
+        self.accumulate, self.micro_batch_size, self.oom = accumulate, micro_batch_size, oom
         self.clip_norm, self.clip_norm_type, self.clip_value = clip_norm, clip_norm_type, clip_value
         self.clip_per_group = clip_per_group
         self.nonfinite, self.check_finite = nonfinite, check_finite
@@ -175,6 +182,8 @@ class Trainer:
         if precision != "fp32":
             self._autocast = torch.autocast(self.device.type, _AUTOCAST[precision])
         self._stepped: set[str] = set()  # optimizers that stepped since the scaler was last updated
+        self.state.micro_batch_size = micro_batch_size
+        self._splitter = Splitter(model) if oom == "split" else None
         self._verdicts = {name: DeferredFlag(self.device) for name in named}  # was the last step to be skipped?
         if scaler is not None:
             for name, opt in named.items():
@@ -225,6 +234,10 @@ class Trainer:
         """Samples in a batch: weighs mean losses and metrics. Default: first dimension of the first tensor."""
         return batches.batch_size(batch)
 
+    def split_batch(self, batch: Any, size: int) -> Sequence[Any]:
+        """A batch in pieces of at most `size` samples, in order. Default: along the first dimension of its tensors."""
+        return cut(batch, size, self.batch_size(batch))
+
     # ------------------------------------------------------------------ one optimizer step
 
     def train_step(self, window: Sequence[Any]) -> None:
@@ -241,8 +254,14 @@ class Trainer:
     def forward_backward(self, window: Sequence[Any]) -> Tensor:
         """Forward and backward of each micro-batch; gradients add up to the window's mean.
 
-        Returns the window's mean loss: scalar, detached, on the device.
+        Returns the window's mean loss: scalar, detached, on the device. Under `oom="split"` it is repeated in smaller
+        micro-batches when memory runs out.
         """
+        if self._splitter is not None:
+            return self._splitter.run(self, window)
+        return self._forward_backward(in_micro_batches(self, window))
+
+    def _forward_backward(self, window: Sequence[Any]) -> Tensor:
         state = self.state
         shares = Shares([self.batch_size(batch) for batch in window])
         state.num_samples += shares.num_samples
@@ -596,6 +615,8 @@ class Trainer:
         self.train_step(window)
         if check_compiled:
             compiling.warn_if_uncalled(self.model)
+        if self._splitter is not None and not self._splitter.used:
+            warn_if_unused(self)
         if state.scaler is not None and self._stepped:
             state.scaler.update()
         if not state.num_samples:  # an overridden train_step need not count them
@@ -659,6 +680,8 @@ class Trainer:
             CheckpointError: it is missing, damaged, or from another model. Nothing was changed.
         """
         self._position = checkpoint.restore(self, checkpoint.read(path))
+        sizes = (self.micro_batch_size, self.state.micro_batch_size)  # what the run came down to stays
+        self.state.micro_batch_size = min((size for size in sizes if size is not None), default=None)
 
     def dry_run(self, train: Iterable[Any], val: Iterable[Any] | None = None) -> dict[str, float]:
         """Try everything once: a window, an evaluation batch, saving and loading. Returns the rows' numbers.
@@ -688,6 +711,7 @@ class Trainer:
 
     def _loss_of(self, window: Sequence[Any]) -> Tensor:
         """The loss of a window with its graph, for looking at; nothing is differentiated or counted."""
+        window = in_micro_batches(self, window)
         shares = Shares([self.batch_size(batch) for batch in window])
         total = torch.zeros((), device=self.device)
         for index, batch in enumerate(window):
@@ -822,6 +846,8 @@ class Trainer:
         for name, rate in self._rates.items():
             state.row["train/lr" if len(state.optimizers) == 1 else f"train/lr/{name}"] = rate
         state.row["train/skipped_steps"] = float(state.skipped_steps)
+        if self.oom == "split":
+            state.row["memory/oom_splits"] = float(state.oom_splits)
         if state.scaler is not None:
             state.row["train/loss_scale"] = state.scaler.get_scale()
         self._averages = None

@@ -24,12 +24,12 @@ def _accelerator() -> Any:
 
 def capture() -> dict[str, Any]:
     """States of Python's, NumPy's (when imported), torch's and the accelerator's generators, in plain containers."""
-    version, internal, gauss = random.getstate()
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, list(internal), gauss]}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        name, keys, pos, has_gauss, cached = numpy.random.get_state()
-        states["numpy"] = [name, [int(k) for k in keys], int(pos), int(has_gauss), float(cached)]
+    return {**capture_torch(), **capture_others()}
+
+
+def capture_torch() -> dict[str, Any]:
+    """States of torch's and the accelerator's generators."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state()}
     module = _accelerator()
     if module is not None:
         one_state = not hasattr(module, "get_rng_state_all")  # MPS has a single generator
@@ -37,11 +37,24 @@ def capture() -> dict[str, Any]:
     return states
 
 
+def capture_others() -> dict[str, Any]:
+    """States of Python's and, when it is imported, NumPy's generator: some hundred µs."""
+    version, internal, gauss = random.getstate()
+    states: dict[str, Any] = {"python": [version, list(internal), gauss]}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, pos, has_gauss, cached = numpy.random.get_state()
+        states["numpy"] = [name, [int(k) for k in keys], int(pos), int(has_gauss), float(cached)]
+    return states
+
+
 def restore(states: dict[str, Any]) -> None:
-    """Put back what `capture` returned."""
-    torch.set_rng_state(states["torch"])
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
+    """Put back what one of the above returned."""
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
+    if "python" in states:
+        version, internal, gauss = states["python"]
+        random.setstate((version, tuple(internal), gauss))
     if "numpy" in states:
         import numpy
 

@@ -69,6 +69,11 @@ class RunState:
     Exact on logging steps, else it may lag by one.
     """
 
+    micro_batch_size: int | None = None
+    """Batches are cut into micro-batches of at most so many samples; None: trained as the loader gives them."""
+    oom_splits: int = 0
+    """Times that the run went on in smaller micro-batches after memory had run out."""
+
     is_logging_step: bool = False
     """This step ends with `on_log`; decided before it starts, so that costly readings are made only then."""
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -81,7 +86,7 @@ class RunState:
     """Result of the last evaluation, averaged by sample count."""
 
     exception: BaseException | None = None
-    """Set during `on_exception` only."""
+    """Set during `on_exception` and `on_split` only."""
     replay: Callable[[], Tensor] | None = None
     """Runs the micro-batch in `batch` forward again and returns its loss: for a replay that is undone afterwards.
 

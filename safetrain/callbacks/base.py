@@ -48,6 +48,12 @@ class Callback:
     def on_skip(self, state: RunState) -> None:
         """When an optimizer was not stepped because its gradients were Inf or NaN. On CUDA it may come a step late."""
 
+    def on_split(self, state: RunState) -> None:
+        """When memory ran out and the step is about to be repeated in micro-batches of `state.micro_batch_size`.
+
+        `state.exception` is the error: look at it, and keep nothing of it.
+        """
+
     def on_step_end(self, state: RunState) -> None:
         """After the optimizer (or the decision to skip it) and the schedule."""
 
@@ -97,6 +103,7 @@ class Listeners:
     on_backward_start: Hook
     on_backward_end: Hook
     on_skip: Hook
+    on_split: Hook
     on_step_end: Hook
     on_epoch_end: Hook
     on_log: Hook

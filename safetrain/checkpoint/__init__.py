@@ -24,7 +24,10 @@ from safetrain.errors import CheckpointError
 
 __all__ = ["capture", "checkpoints", "latest", "load_weights", "prune", "read", "read_weights", "restore", "write"]
 
-_COUNTERS = ("step", "micro_step", "epoch", "batch_in_epoch", "evaluated_step", "skipped_steps", "eval_metrics")
+_COUNTERS = (
+    *("step", "micro_step", "epoch", "batch_in_epoch", "evaluated_step", "skipped_steps", "eval_metrics"),
+    *("micro_batch_size", "oom_splits"),
+)
 _WRAPPER = "_orig_mod."  # torch.compile(module) puts it into every name; a checkpoint does not depend on it
 
 
@@ -94,7 +97,8 @@ def restore(trainer: Any, payload: Mapping[str, Any]) -> dict[str, Any] | None:
     if state.scaler is not None:
         state.scaler.load_state_dict(payload["scaler"])
     for name in _COUNTERS:
-        setattr(state, name, payload["counters"][name])
+        if name in payload["counters"]:  # the last two came later than the first checkpoints
+            setattr(state, name, payload["counters"][name])
     rng.restore(payload["rng"])
     return position if isinstance(position, dict) else None
 

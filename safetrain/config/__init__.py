@@ -48,6 +48,11 @@ class LoopConfig(Section):
     """Stop after so many seconds."""
     accumulate: int = Field(1, ge=1)
     """Micro-batches per optimizer step. The gradient equals that of one large batch, short last windows included."""
+    micro_batch_size: int | None = Field(None, ge=1)
+    """Cut batches into micro-batches of at most so many samples; the gradients stay the same."""
+    oom: Literal["raise", "split"] = "raise"
+    """What a forward or backward that runs out of memory does: end the run, or repeat the step, and go on, with half the
+    micro-batch size."""
     clip_norm: float | None = Field(None, gt=0)
     """Clip gradients to this total norm."""
     clip_norm_type: float = Field(2.0, gt=0)

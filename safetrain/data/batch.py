@@ -20,7 +20,7 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Any]) -> Any:
         return fn(value)
     if isinstance(value, Mapping):
         mapped = {key: map_tensors(item, fn) for key, item in value.items()}
-        return mapped if type(value) is dict else _rebuild_mapping(value, mapped)
+        return mapped if type(value) is dict else rebuild_mapping(value, mapped)
     if isinstance(value, tuple):
         items = [map_tensors(item, fn) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -32,7 +32,7 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Any]) -> Any:
     return value
 
 
-def _rebuild_mapping(value: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
+def rebuild_mapping(value: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
     """A mapping of the user's own type, or a plain dict where that type cannot be made from one."""
     try:
         return type(value)(mapped)  # type: ignore[call-arg]

@@ -28,7 +28,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     with torch.no_grad():
         copies = [(t, None if t.is_inference() else t._version, t.detach().clone()) for t in tensors]
     gradients = [(p, p.grad) for p in model.parameters()]
-    modules = [(m, m.training, _plain(m), dict(m._buffers)) for m in model.modules()]
+    modules = [(m, m.training, plain_attributes(m), dict(m._buffers)) for m in model.modules()]
     grad_mode = torch.is_grad_enabled()
     for parameter, _ in gradients:
         parameter.grad = None
@@ -40,7 +40,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         for module, training, plain, buffers in modules:
             module.training = training
             module._buffers.update(buffers)
-            _restore_plain(module, plain)
+            restore_plain_attributes(module, plain)
         for tensor, version, copy in copies:
             if version is None or tensor._version != version or _changed_uncounted(tensor, copy):
                 _put_back(tensor, version, copy)
@@ -48,11 +48,11 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _plain(module: nn.Module) -> dict[str, Any]:
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _NOT_PLAIN}
 
 
-def _restore_plain(module: nn.Module, plain: dict[str, Any]) -> None:
+def restore_plain_attributes(module: nn.Module, plain: dict[str, Any]) -> None:
     now = vars(module)
     for name in [n for n in now if n not in plain and n not in _NOT_PLAIN]:
         del now[name]

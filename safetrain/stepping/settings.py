@@ -27,14 +27,15 @@ def check_settings(t: Trainer) -> None:
         raise ConfigError(f"precision={t.precision!r}; it is 'fp32', 'bf16' or 'fp16'")
     choices = {
         "nonfinite": ("skip", "raise"),
+        "oom": ("raise", "split"),
         "eval_context": ("no_grad", "inference_mode"),
         "schedule_every": ("step", "epoch"),
     }
     for name, allowed in choices.items():
         if getattr(t, name) not in allowed:
             raise ConfigError(f"{name}={getattr(t, name)!r}; it is {' or '.join(map(repr, allowed))}")
-    counts = ("accumulate", "log_every", "max_steps", "max_epochs", "eval_every", "limit_batches", "limit_eval_batches",
-              "overfit_batches", "seed")  # fmt: skip
+    counts = ("accumulate", "micro_batch_size", "log_every", "max_steps", "max_epochs", "eval_every", "limit_batches",
+              "limit_eval_batches", "overfit_batches", "seed")  # fmt: skip
     for name in counts:
         _check_type(name, getattr(t, name), Integral, "a whole number")
     for name in ("max_time", "clip_norm", "clip_value", "clip_norm_type"):

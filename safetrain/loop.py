@@ -41,7 +41,6 @@ from safetrain.findings import Report
 from safetrain.guarding.context import ContextGuard
 from safetrain.guarding.loop import SnapshotGuard
 from safetrain.guards import default_guards
-from safetrain.modules import as_patterns
 from safetrain.state import RunState
 from safetrain.stepping.averages import Averages
 from safetrain.stepping.deferred import DeferredFlag
@@ -157,9 +156,7 @@ class Trainer:
         self.device = torch.device(device) if device is not None else _device_of(model)
         model.to(self.device)
         if activation_checkpoint is not None:
-            if not isinstance(activation_checkpoint, CheckpointOptions):
-                activation_checkpoint = CheckpointOptions(as_patterns(activation_checkpoint))
-            activation_checkpointing.apply(model, activation_checkpoint)
+            activation_checkpointing.apply(model, activation_checkpointing.as_options(activation_checkpoint))
         self.compile_options = CompileOptions() if compile is True else compile or None
         if self.compile_options is not None:
             compiling.apply(model, self.compile_options)

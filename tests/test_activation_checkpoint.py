@@ -265,7 +265,7 @@ def test_wrong_patterns_and_settings_say_what_to_write() -> None:
     with pytest.raises(ConfigError, match=r"`blocks` matches `blocks`, a ModuleList.*`blocks\.\*`"):
         activation_checkpoint.apply(net, CheckpointOptions("blocks"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no pattern given"):
-        CheckpointOptions(())
+        activation_checkpoint.as_options([])
     with pytest.raises(ConfigError, match=r"`blocks\.0\.drop` \(Dropout\) drops at random"):
         activation_checkpoint.apply(net, CheckpointOptions(("blocks.*",), preserve_rng_state=False))
     assert activation_checkpoint.applied(net) == []

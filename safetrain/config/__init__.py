@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from safetrain.sizes import parse_bytes
+
 Patterns: TypeAlias = Annotated[
     tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v), Field(strict=False)
 ]
@@ -179,12 +181,33 @@ class CompileConfig(Section):
 
 
 class ActivationCheckpointConfig(Section):
-    """Recompute activations in backward instead of keeping them."""
+    """Keep fewer activations between forward and backward. Names and defaults are those of `CheckpointOptions`."""
 
-    modules: Patterns
-    """Which modules, as shell patterns over their names, e.g. `blocks.*`."""
-    preserve_rng_state: bool = True
-    """Draw the same random numbers (dropout) when recomputing. Off is a little faster and wrong with dropout."""
+    modules: Patterns = ()
+    """Which modules, as shell patterns over their names, e.g. `blocks.*`. Empty: the model's repeated blocks."""
+    every: int = Field(1, ge=1)
+    """Of those, in model order, the first and each n-th after it."""
+    mode: Literal["recompute", "selective", "offload", "auto"] = "recompute"
+    """recompute: keep a module's inputs only. selective: keep results of matrix products and convolutions as well.
+    offload: move what is saved to host memory. auto: choose module by module, the fastest that fits into budget."""
+    budget: int | str | None = None
+    """For mode auto: the highest bytes of a step, e.g. 24GB: parameters, gradients, optimizer state and what the step
+    allocates."""
+    preserve_rng_state: bool | Literal["auto"] = "auto"
+    """Draw the same random numbers (dropout) when recomputing. auto: where the forward drew any, which is checked.
+    false is refused where it did."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ActivationCheckpointConfig:
+        if self.mode == "auto" and self.budget is None:
+            raise ValueError("mode: auto needs a budget, e.g. budget: 24GB")
+        if self.mode != "auto" and self.budget is not None:
+            raise ValueError(f"budget would be ignored with mode: {self.mode}; set mode: auto, or remove budget")
+        if self.budget is not None:
+            parse_bytes(self.budget, "budget")
+            if self.every != 1:
+                raise ValueError("every and budget both say which modules recompute; remove one of them")
+        return self
 
 
 class ProgressConfig(Section):
@@ -342,8 +365,8 @@ class Config(Section):
     """How our loader serves the datasets that the trainer returns."""
     compile: Annotated[CompileConfig | None, Switch] = None
     """torch.compile, in place."""
-    activation_checkpoint: ActivationCheckpointConfig | None = None
-    """Recompute activations in backward instead of keeping them."""
+    activation_checkpoint: Annotated[ActivationCheckpointConfig | None, Switch] = None
+    """Keep fewer activations between forward and backward; true: recompute the model's repeated blocks."""
     callbacks: CallbacksConfig = CallbacksConfig()
     """Listeners: progress, logs, saving, early stopping, averaged weights."""
     guards: Annotated[Literal["default", "off"] | dict[str, Policy], BeforeValidator(_guards)] = "default"
@@ -378,6 +401,11 @@ class Config(Section):
                     f"{path}.params is missing: with several optimizers each names its parameters, e.g. params: "
                     "'generator.*'"
                 )
+        if self.compile and self.activation_checkpoint and self.activation_checkpoint.mode == "auto":
+            raise ValueError(
+                "compile and activation_checkpoint.mode: auto exclude each other: compiled code plans its own memory, "
+                "and what is measured before would not hold; name modules by activation_checkpoint.modules instead"
+            )
         if self.loop.overfit_batches and self.data.shuffle:
             raise ValueError(
                 "loop.overfit_batches and data.shuffle: true exclude each other: the same batches are to come again, "

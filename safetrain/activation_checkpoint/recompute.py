@@ -1,0 +1,128 @@
+"""The forward of a module that recomputes, and that of one which offloads."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from safetrain.activation_checkpoint.buffers import buffer_contexts
+from safetrain.activation_checkpoint.offload import Offload
+from safetrain.activation_checkpoint.randomness import random_contexts
+from safetrain.activation_checkpoint.selective import selective_contexts
+from safetrain.modules import Forward
+
+CHECKED = "_checked_for_randomness"
+"""Where a module notes that its forward was seen to draw nothing."""
+
+
+def recomputing(inner: Forward, *, selective: bool, preserve_rng_state: bool | Literal["auto"]) -> Forward:
+    """A forward around `inner` that keeps its inputs (`selective`: and costly results) and runs again in backward."""
+
+    # `forward` by name: a pickled bound method is looked up by its function's name, and must find the class's own.
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return inner(self, *args, **kwargs)
+        run = functools.partial(inner, self, **kwargs)
+        if torch.compiler.is_compiling():
+            # The compiler plans recomputation itself and moves buffer updates and random numbers out of it.
+            context: dict[str, Any] = {"context_fn": selective_contexts} if selective else {}
+            return checkpoint(
+                run, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state is not False, **context
+            )
+        return checkpoint(
+            run,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=functools.partial(_contexts, self, (args, kwargs), selective, preserve_rng_state),
+            determinism_check=_DETERMINISM,
+        )
+
+    return forward
+
+
+def offloading(inner: Forward) -> Forward:
+    """A forward around `inner` whose saved tensors wait in host memory."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return inner(self, *args, **kwargs)
+        with Offload(self):
+            return inner(self, *args, **kwargs)
+
+    return forward
+
+
+def _contexts(
+    module: nn.Module, inputs: Any, selective: bool, preserve_rng_state: bool | Literal["auto"]
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What `checkpoint` enters around the first forward of a call, and around each recomputation of it."""
+    pairs: list[tuple[Any, Any]] = [buffer_contexts(module)]
+    if preserve_rng_state is not False:
+        pairs.append(random_contexts(module, inputs))
+    elif CHECKED not in vars(module):
+        pairs.append(random_contexts(module, inputs, refuse=True))
+        vars(module)[CHECKED] = True
+    if selective:  # innermost: it counts operations, and those of the others are none of the module's
+        pairs += [(_NoCastCache(), _NoCastCache()), selective_contexts(type(module).__name__)]
+    return _Nested([first for first, _ in pairs]), _Nested([again for _, again in pairs])
+
+
+class _Nested:
+    """Several context managers as one that can be entered again."""
+
+    def __init__(self, contexts: list[AbstractContextManager[Any]]) -> None:
+        self._contexts = contexts
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            context.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        for context in reversed(self._contexts):
+            context.__exit__(*exc)
+
+
+class _NoCastCache:
+    """Autocast casts a weight at each use: a cast that is found in its cache is an operation less, and they count."""
+
+    def __enter__(self) -> None:
+        self._enabled = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+
+    def __exit__(self, *exc: object) -> None:
+        torch.set_autocast_cache_enabled(self._enabled)
+
+
+# ---- in-place operations inside -------------------------------------------------------------------------------------
+#
+# Autograd refuses a backward whose saved values were changed in place. Under checkpointing values are saved again while
+# recomputing, through hooks, and for those autograd does not look: exp, then mul_ on its result, gives silently wrong
+# gradients. So the version of each saved value is among the facts that checkpoint compares after a recomputation.
+
+
+def _facts(tensor: Tensor) -> dict[str, Any]:
+    """What must be the same about a saved value after the forward and after its recomputation."""
+    facts: dict[str, Any] = torch_checkpoint._default_meta_extractor(tensor)
+    return {**facts, "in-place writes": None if tensor.is_inference() else tensor._version}
+
+
+def _register_facts() -> str:
+    """The name by which `checkpoint` finds `_facts`; its own check where this torch keeps no table of them."""
+    known: dict[str, Callable[[Tensor], Any]] | None = getattr(
+        torch_checkpoint, "_allowed_determinism_checks_to_fns", None
+    )
+    if known is None:
+        return "default"
+    known["safetrain"] = _facts
+    return "safetrain"
+
+
+_DETERMINISM = _register_facts()

@@ -29,7 +29,6 @@ from safetrain.foreign import launch
 if TYPE_CHECKING:
     from safetrain.findings import Finding
     from safetrain.foreign.watching import Watch
-    from safetrain.terminal import Terminal
 
 _LEVELS = ("note", "warning", "error")
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -125,7 +124,6 @@ class Session:
         self.watch: Watch | None = None
         self._pid = os.getpid()
         self._reported = False
-        self._terminal: Terminal | None = None
         self._progress: _Progress | None = None
         self._refusal = ""
         self._trouble: list[str] = []
@@ -159,9 +157,7 @@ class Session:
 
     def _start_watching(self) -> None:
         from safetrain.foreign.watching import Watch
-        from safetrain.terminal import Terminal
 
-        self._terminal = Terminal(self.stream)
         self._progress = _Progress(self.stream) if self.stream.isatty() and not self.options.quiet else None
         self.watch = Watch(
             self.options.rules,
@@ -208,10 +204,16 @@ class Session:
             return
 
         def terminated(number: int, frame: types.FrameType | None) -> None:
+            if signal.getsignal(signal.SIGTERM) is not terminated:
+                return  # called by a handler of the script's, which knows how to end it
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            if os.getpid() == self._pid:
-                self.conclude()
-            os.kill(os.getpid(), signal.SIGTERM)
+            try:
+                if os.getpid() == self._pid:
+                    self.stream = _past_buffers(self.stream)
+                    self._progress = None
+                    self.conclude()
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
 
         signal.signal(signal.SIGTERM, terminated)
 
@@ -232,7 +234,9 @@ class Session:
         except SystemExit as stop:
             code = _exit_code(stop, self.stream)
         except KeyboardInterrupt as interrupt:
+            handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever presses it again wants no report
             self.conclude()
+            signal.signal(signal.SIGINT, handler)
             _show_traceback(interrupt)
             interrupted = interrupt
         except BaseException as error:
@@ -256,9 +260,15 @@ class Session:
         while self._undo:
             self._undo.pop()()
         if self.watch is not None:
-            self.watch.finish()
-        with contextlib.suppress(OSError, ValueError):  # the script has closed stdout or stderr
+            try:
+                self.watch.finish()
+            except Exception:
+                self._trouble.append(traceback.format_exc())
+        with contextlib.suppress(
+            OSError, ValueError, RuntimeError
+        ):  # closed, or a signal came in the middle of a write
             sys.stdout.flush()
+        with contextlib.suppress(OSError, ValueError):  # the script has closed stderr
             self._print()
 
     def _fails(self) -> bool:
@@ -268,6 +278,8 @@ class Session:
         return any(_LEVELS.index(finding.severity) >= worst for finding in self.watch.report.findings)
 
     def _print(self) -> None:
+        from safetrain.terminal import Terminal
+
         if self._progress is not None:
             self._progress.erase()
         if self._refusal or self.watch is None:
@@ -282,9 +294,9 @@ class Session:
                 print("safetrain: the script never imported torch, so there was nothing to watch", file=self.stream)
             return
         findings, steps = self.watch.report.findings, self.watch.observer.state.step
-        if self._terminal is not None and (findings or not self.options.quiet):
+        if findings or not self.options.quiet:
             self.stream.write("\n")
-            self._terminal.summary(findings, num_steps=steps, checked=self.watch.healthy(), full=True)
+            Terminal(self.stream).summary(findings, num_steps=steps, checked=self.watch.healthy(), full=True)
             if not steps:
                 print(
                     "  no optimizer step was seen in this process (processes that it starts are not watched)",
@@ -366,6 +378,15 @@ def _join_threads() -> None:
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
+
+
+def _past_buffers(stream: TextIO) -> TextIO:
+    """The same file without the stream's own buffer: a signal may have come in the middle of a write to that."""
+    try:
+        descriptor = os.dup(stream.fileno())
+    except (OSError, ValueError):
+        return stream
+    return open(descriptor, "w", encoding=stream.encoding, errors=stream.errors)
 
 
 def _exit_code(stop: SystemExit, stream: TextIO) -> int:

@@ -129,6 +129,43 @@ def test_a_terminated_job_reports_and_dies_of_the_signal(write, tmp_path: Path) 
     assert "G101" in stderr
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_signal_in_the_middle_of_a_write_still_gets_its_report(write, stream: str) -> None:
+    """The stream is locked by the very write that the signal interrupts."""
+    ran = fork(
+        write(f"""
+        import io, signal, sys
+        class Interrupted(io.FileIO):
+            def write(self, data):
+                signal.raise_signal(signal.SIGTERM)
+                return super().write(data)
+        train(8, leak=True)
+        raw = Interrupted(sys.{stream}.fileno(), "w", closefd=False)
+        sys.{stream} = io.TextIOWrapper(io.BufferedWriter(raw))
+        print("half", file=sys.{stream}, flush=True)
+    """)
+    )
+    assert ran.code == -signal.SIGTERM
+    assert "1 warning in 8 steps" in ran.err
+
+
+def test_a_handler_of_the_scripts_own_ends_it_its_way(write) -> None:
+    """It may call the one it found, as trainers do that stop at the end of a step."""
+    ran = fork(
+        write("""
+        import signal, sys
+        found = signal.getsignal(signal.SIGTERM)
+        def stop(number, frame):
+            if callable(found): found(number, frame)
+            print("saved"); sys.exit(5)
+        signal.signal(signal.SIGTERM, stop)
+        train(8, leak=True)
+        signal.raise_signal(signal.SIGTERM)
+    """)
+    )
+    assert (ran.code, ran.out, ran.codes()) == (5, "saved\n", ["G101"])
+
+
 WORKERS = """
         from torch.utils.data import DataLoader, Dataset
         class Squares(Dataset):
@@ -181,6 +218,23 @@ def test_an_uncaught_error_is_explained_before_the_scripts_own_traceback(write) 
         .splitlines()[-1]
         .startswith("RuntimeError: Trying to backward through the graph a second time")
     )
+
+
+FIRST_FORWARD = {
+    "M404": "torch.cdist(model(torch.randn(8, 4)).repeat(10**7, 1), torch.zeros(10**7, 1))",
+    "G125": "model.bias += 1",
+    "G127": "with torch.inference_mode(): x = torch.randn(8, 4)\nmodel(x)",
+}
+
+
+@pytest.mark.parametrize(("code", "body"), FIRST_FORWARD.items(), ids=list(FIRST_FORWARD))
+def test_an_error_before_any_backward_is_explained(write, code: str, body: str) -> None:
+    """Also when there is no optimizer yet."""
+    script = write(body)
+    script.write_text(script.read_text().replace("optimizer = ", "# "))
+    ran = fork(script)
+    assert (ran.code, ran.codes()) == (1, [code])
+    assert f"{code} " in ran.err.split("Traceback (most recent call last)")[0]
 
 
 def test_an_ordinary_error_keeps_its_traceback_and_the_report(write) -> None:
@@ -283,6 +337,16 @@ def test_fail_on_leaves_the_scripts_own_failure_alone(write) -> None:
 @pytest.mark.parametrize(("rules", "codes"), [("P", []), ("G1", ["G101"]), ("-G101", []), ("G101,P201", ["G101"])])
 def test_rules_selects_what_is_reported(write, rules: str, codes: list[str]) -> None:
     assert fork(write("train(8, leak=True)"), options=[f"--rules={rules}"]).codes() == codes
+
+
+def test_the_report_says_what_was_in_order(write) -> None:
+    """And about memory how much growth is excluded, which takes steps."""
+    assert "graphs die with their step" in fork(write("train(4)")).err
+    assert "memory rises" not in fork(write("train(4)")).err
+    said = " ".join(fork(write("train(200)")).err.split())
+    assert "memory rises by less than" in said
+    late = write("train(150)\nfor _ in range(50): train(1); kept.append(torch.ones(10**5))")
+    assert "memory rises" not in fork(late).err
 
 
 def test_quiet_says_nothing_when_nothing_was_found(write) -> None:

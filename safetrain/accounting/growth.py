@@ -16,7 +16,7 @@ WARM_UP = 3
 """Steps before readings count: first calls make kernels, gradients and optimizer state."""
 _MIN_POINTS = 8
 _MAX_POINTS = 64
-_MAX_STRIDE = 16
+_MAX_STRIDE = 64
 _SIGNIFICANT = 3.2
 """Standard deviations of the Mann-Kendall statistic."""
 
@@ -76,18 +76,32 @@ class GrowthSeries:
         Small growth needs more steps before it counts: 8 at 256 kB a step, 130 at 1 kB.
         """
         steps, floors = self._steps, self._floors
+        half = len(steps) // 2
         if len(steps) < _MIN_POINTS or floors[-1] - floors[0] < self._min_rate * (steps[-1] - steps[0]):
             return None
+        if floors[-1] - floors[half] < 0.5 * self._min_rate * (steps[-1] - steps[half]):
+            return None  # one jump, long ago: not worth the arithmetic below
         x, y = np.array(steps, dtype=np.float64), np.array(floors, dtype=np.float64)
         rate = theil_sen(x, y)
         span = steps[-1] - steps[0]
         if rate < self._min_rate or span < steps_needed(rate) or mann_kendall(y) < _SIGNIFICANT:
             return None
-        half = len(steps) // 2
         early, late = theil_sen(x[: half + 1], y[: half + 1]), theil_sen(x[half:], y[half:])
         if late < max(0.5 * rate, 0.6 * early):
             return None  # slowing down, or a jump: something that fills up
         return Slope(rate, steps[0], steps[-1])
+
+    def noticeable_rate(self) -> float | None:
+        """The least growth in bytes a step that `slope` would have seen by now; None when it is too early to say.
+
+        None also when it rose by more in the second half, even if not so steadily that it is growth.
+        """
+        steps, floors = self._steps, self._floors
+        half = len(steps) // 2
+        if len(steps) < _MIN_POINTS or steps[-1] - steps[0] < FAST_STEPS:
+            return None
+        rate = max(self._min_rate, FAST_RATE * (FAST_STEPS / (steps[-1] - steps[0])) ** 2)
+        return rate if floors[-1] - floors[half] < rate * (steps[-1] - steps[half]) else None
 
 
 def steps_needed(bytes_per_step: float) -> float:
@@ -98,7 +112,8 @@ def steps_needed(bytes_per_step: float) -> float:
 def theil_sen(x: np.ndarray, y: np.ndarray) -> float:
     """The median of the slopes of all pairs: up to 29 % of wild readings do not move it."""
     i, j = np.triu_indices(len(x), 1)
-    return float(np.median((y[j] - y[i]) / (x[j] - x[i])))
+    slopes = np.sort((y[j] - y[i]) / (x[j] - x[i]))  # np.median imports half of numpy in the middle of a step
+    return float(slopes[(len(slopes) - 1) // 2] + slopes[len(slopes) // 2]) / 2
 
 
 def mann_kendall(y: np.ndarray) -> float:

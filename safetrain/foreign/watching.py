@@ -12,7 +12,9 @@ from safetrain.findings import RULES, Finding, Policy, Report
 from safetrain.foreign.events import LoopEvent
 from safetrain.foreign.naming import visible_names
 from safetrain.foreign.observe import Observer
+from safetrain.graph import format_bytes
 from safetrain.guarding.loop import SnapshotGuard
+from safetrain.guarding.memory import MemoryGuard
 from safetrain.guards import default_guards
 from safetrain.rules.loop import loop_judges
 from safetrain.rules.precision import precision_judges
@@ -59,6 +61,7 @@ class Watch:
         self._ignored = {code for code, how in policy.items() if how == "ignore"}
         self.report = Report(policy, jsonl=jsonl, show=show)
         guards = [*default_guards(self.report), SnapshotGuard(self.report, _user_values)]
+        self._memory = next(guard for guard in guards if isinstance(guard, MemoryGuard))
         judges = [
             listener.see for listener in (*guards, *loop_judges(), *precision_judges()) if hasattr(listener, "see")
         ]
@@ -81,6 +84,9 @@ class Watch:
             return []
         used = self.observer.kinds_seen
         checks = [*CHECKED.items(), *(check for kind, check in CHECKED_IF_USED.items() if kind in used)]
+        rate = self._memory.noticeable_rate()
+        if rate is not None:
+            checks.append((f"memory rises by less than {format_bytes(rate)} a step", ("M401", "M402", "M405")))
         loud = {finding.code for finding in self.report.findings if finding.severity != "note"}
         return [what for what, codes in checks if not loud & set(codes) and not set(codes) <= self._ignored]
 

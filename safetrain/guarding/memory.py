@@ -71,6 +71,13 @@ class MemoryGuard(Callback):
         self._wait_for: int | None = None
         self._loaders: list[weakref.ref[Any]] = []
         self._evaluation = Evaluations()
+        self._has_risen = False
+
+    def noticeable_rate(self) -> float | None:
+        """Memory rose by less than so many bytes a step; None when it rose by more, or when it is too early to say."""
+        rates = [track.series.noticeable_rate() for track in self._tracks]
+        known = [rate for rate in rates if rate is not None]
+        return max(known) if known and len(known) == len(rates) and not self._has_risen else None
 
     # ------------------------------------------------------------------ events
 
@@ -80,7 +87,8 @@ class MemoryGuard(Callback):
         if state.device is not None and state.device.type not in ("cpu", "meta"):
             self._tracks.append(Track(memory.DEVICE, meter_for(state.device)))
         owned = sum(owned_bytes(state.model, state.optimizers).values())
-        self._used_before = max(0, self._tracks[-1].meter.read() - owned)
+        failed = state.exception is not None  # before the first step: what it used is in the reading already
+        self._used_before = 0 if failed else max(0, self._tracks[-1].meter.read() - owned)
         self._next = state.step + WARM_UP
         self._last_look = (state.step, time.perf_counter_ns())
         self._case = None
@@ -144,6 +152,7 @@ class MemoryGuard(Callback):
         self._next = state.step + max(track.spacing(step_ns) for track in self._tracks)
         for track, slope in slopes:
             if slope is not None:
+                self._has_risen = True
                 self._loaders = [weakref.ref(iterator) for iterator in running_loaders()]
                 self._case = Investigation(track, slope, Inventory(self._survey(state), state.step))
                 self._next = self._case.due

@@ -273,6 +273,8 @@ def can_screen(model: nn.Module) -> bool:
 class AutopsyGuard(Callback):
     """Screens the first step and explains what ends a run. After the first step it costs a counter read a backward."""
 
+    sampled_hooks = frozenset({"on_step_end"})
+
     def __init__(self, report: Report, *, screen: bool = True) -> None:
         self.report = report
         self.screen_elapsed_s = 0.0

@@ -1,7 +1,8 @@
 """The guards: which listen to a run, to what, and in what order.
 
 A guard is a thin callback. It notes next to nothing in each step, calls a judge of `safetrain.rules` when something is
-off, and hands the findings to the `Report`. Guards hold no tensor and nothing that prolongs one's life.
+off, and hands the findings to the `Report`. Guards hold no tensor and nothing that prolongs one's life. Most hear of
+sampled steps only (`Callback.sampled_hooks`): the first 64, five of every 64 later, and those they ask for.
 
 | guard | listens to | rules |
 |---|---|---|
@@ -9,7 +10,7 @@ off, and hands the findings to the `Report`. Guards hold no tensor and nothing t
 | WasteGuard | backward start, step end | G102 G104 G105 G108 |
 | FunctionGuard | backward start | G106 G111 G112 |
 | AutopsyGuard | the first step, exceptions | G121–G129 |
-| FiniteGuard | backward start and end | P206 P211 |
+| finite_guard | the Trainer's gate, elsewhere backward start and end | P206 P211 |
 | HookGuard | four steps of 64 | G113 |
 | gradient_guards | coverage, probes and paths, by sampled steps | G109 P201–P205 P207–P213 |
 | loop_guards | modes, BatchNorm, loss weights, compiler, loss scale | A303 A304 L502–L506 L508 L511–L513 |
@@ -26,7 +27,7 @@ from __future__ import annotations
 from safetrain.autopsy import AutopsyGuard
 from safetrain.callbacks.base import Callback
 from safetrain.findings import Report
-from safetrain.guarding.finite import FiniteGuard
+from safetrain.guarding.finite import finite_guard
 from safetrain.guarding.gradient import gradient_guards
 from safetrain.guarding.hooks import HookGuard
 from safetrain.guarding.loop import loop_guards
@@ -34,11 +35,14 @@ from safetrain.guarding.memory import memory_guards
 from safetrain.guarding.retention import retention_guards
 
 
-def default_guards(report: Report) -> list[Callback]:
-    """The guards of a run, in the order in which they hear of each event. They report to `report`."""
+def default_guards(report: Report, *, gated: bool = False) -> list[Callback]:
+    """The guards of a run, in the order in which they hear of each event. They report to `report`.
+
+    `gated`: the driver keeps Inf and NaN gradients from the weights itself (see `RunState.gated`).
+    """
     return [
         AutopsyGuard(report),
-        FiniteGuard(report),
+        finite_guard(report, gated=gated),
         *retention_guards(report),
         HookGuard(report),
         *gradient_guards(report),

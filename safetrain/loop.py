@@ -41,7 +41,7 @@ from safetrain.findings import Report
 from safetrain.guarding.context import ContextGuard
 from safetrain.guarding.loop import SnapshotGuard
 from safetrain.guards import default_guards
-from safetrain.state import RunState
+from safetrain.state import FIRST_STEPS, RunState
 from safetrain.stepping.averages import Averages
 from safetrain.stepping.deferred import DeferredFlag
 from safetrain.stepping.settings import check_arguments, check_optimizers, check_settings, needs_closure
@@ -208,7 +208,7 @@ class Trainer:
             context = ContextGuard(self.model, self.report, device_type=self.device.type)
             snapshots = SnapshotGuard(self.report, functools.partial(_snapshot_holders, weakref.ref(self)))
             self.listeners = Listeners(
-                [*default_guards(self.report), snapshots, *self.callbacks], watch=context.watch_callback
+                [*default_guards(self.report, gated=self.state.gated), snapshots, *self.callbacks], watch=context.watch_callback
             )
 
     # ------------------------------------------------------------------ what a subclass writes
@@ -545,6 +545,7 @@ class Trainer:
             rng.seed_everything(self.seed)
         self._position = None
         self._find_outside()  # after the load, which may thaw parameters
+        state.request_samples(FIRST_STEPS)
         _log.info("listeners, in order: %s", ", ".join(type(c).__name__ for c in self.listeners.callbacks) or "none")
 
     def _total_steps(self, train: Any) -> int | None:
@@ -600,7 +601,7 @@ class Trainer:
     def _run_step(self, window: Sequence[Any]) -> None:
         """`train_step` with its events and counters."""
         state = self.state
-        state.in_step = True
+        state.begin_step()
         state.is_logging_step = logging_step = state.step == 0 or (state.step + 1) % self.log_every == 0
         self._averages = Averages(self.device) if logging_step else None
         self._stepped.clear()
@@ -718,8 +719,14 @@ class Trainer:
         return total
 
     def _replay(self) -> Tensor:
-        """The loss of the micro-batch in `state.batch` once more, with its graph."""
-        return self._loss_of([self.state.batch])
+        """The loss of the micro-batch in `state.batch` once more, with its graph. Nothing is logged or kept here."""
+        attributes = dict(vars(self))
+        self._averages = None
+        try:
+            return self._loss_of([self.state.batch])
+        finally:
+            vars(self).clear()
+            vars(self).update(attributes)
 
     # ------------------------------------------------------------------ evaluation
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 Phase = Literal["setup", "train", "eval"]
 
+FIRST_STEPS = 64
+"""Steps at the start of a run, all of which are sampled."""
+
 
 @dataclass(slots=True, eq=False)
 class RunState:
@@ -48,6 +51,10 @@ class RunState:
     num_samples: int = 0
     """Samples of this window, as far as its batches tell."""
     in_step: bool = False
+    is_sampled: bool = True
+    """The running step reaches the `sampled_hooks` of listeners too; decided before it starts."""
+    sampled_until: int = 0
+    """Every step up to this one is sampled."""
     stepping: tuple[str, ...] = ()
     """Names of the optimizers about to step, during `on_backward_end`; empty means all."""
     total_steps: int | None = None
@@ -105,6 +112,16 @@ class RunState:
     def current_step(self) -> int:
         """The step a listener should name: counted from 1, the running one inside a step, else the last finished."""
         return self.step + 1 if self.in_step or self.step == 0 else self.step
+
+    def begin_step(self) -> None:
+        """For drivers, at the start of a step: whether it is sampled. Past `sampled_until`, five of every 64 are."""
+        self.in_step = True
+        step = self.step + 1
+        self.is_sampled = step <= self.sampled_until or step % 64 <= 4
+
+    def request_samples(self, num_steps: int) -> None:
+        """Have the next so many steps sampled."""
+        self.sampled_until = max(self.sampled_until, self.step + num_steps)
 
     def learning_rates(self) -> dict[str, float]:
         """Learning rate of each optimizer's first group. A rate kept as a CUDA tensor costs a host sync."""

@@ -41,16 +41,17 @@ class GrowthSeries:
     The lowest, because batches of varying length lift a reading now and then, while a leak lifts the floor.
     """
 
-    def __init__(self, min_rate: float = MIN_RATE) -> None:
+    def __init__(self, min_rate: float = MIN_RATE, first_stride: int = 1) -> None:
         self._min_rate = min_rate
-        self.stride = 1
+        self._first_stride = first_stride
+        self.stride = first_stride
         """Steps from one wanted reading to the next."""
         self._steps: list[int] = []
         self._floors: list[int] = []
 
     def restart(self) -> None:
         """Forget all readings."""
-        self.stride = 1
+        self.stride = self._first_stride
         self._steps, self._floors = [], []
 
     def add(self, step: int, used: int) -> None:

@@ -17,9 +17,10 @@ _SLOW_READING_NS = 300_000
 """A heap that takes so long to tell its size (a hundred thousand small tensors do that) is asked no more."""
 _RESIDENT_RATE = 8_000.0
 """The least growth that counts, in bytes a step, where only resident memory can be read."""
-_BUDGET_NS = 3_000
+_BUDGET_NS = 1_000
 _FIRST_BUDGET_NS = 300_000
-_BUDGET_SHARE = 0.01
+_BUDGET_SHARE = 0.002
+_FIRST_READINGS = 96
 """What readings may cost a step: nanoseconds (more in the first ones), or a share of its time if that is more."""
 _WIDEST = 1024
 """Steps between two readings, at most."""
@@ -81,7 +82,7 @@ class Track:
 
     def spacing(self, step_ns: float) -> int:
         """Steps to the next reading. On a badly fragmented heap they are slow, and come rarely enough to be borne."""
-        bearable = max(_FIRST_BUDGET_NS if self._count < 32 else _BUDGET_NS, _BUDGET_SHARE * step_ns)
+        bearable = max(_FIRST_BUDGET_NS if self._count < _FIRST_READINGS else _BUDGET_NS, _BUDGET_SHARE * step_ns)
         # The cheapest of the last few: the others were interrupted.
         return max(self.series.stride, min(_WIDEST, int(min(self._costs) / bearable)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from safetrain.errors import ConfigError
 
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 Hook = Callable[["RunState"], None]
 
+STEP_HOOKS = frozenset({"on_step_start", "on_backward_start", "on_backward_end", "on_step_end"})
+"""The hooks that are called in every step."""
+
 
 class Callback:
     """A listener. Override the hooks you need; those you leave alone cost nothing.
@@ -21,6 +24,9 @@ class Callback:
     Every hook receives the `RunState`. Hooks run in list order. Reading a tensor of the state as a number is a host
     sync: do it in `on_log`, where `state.row` already holds plain numbers.
     """
+
+    sampled_hooks: ClassVar[frozenset[str]] = frozenset()
+    """Of `STEP_HOOKS`, those that need not hear of every step: called while `state.is_sampled` only."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -134,12 +140,30 @@ class Listeners:
         bound: list[Hook] = [getattr(c, hook) for c in listening]
         if self._watch is not None:
             bound = [self._watch(hook, c, call) for c, call in zip(listening, bound, strict=True)]
-        if not bound:
-            return _nothing
-        if len(bound) == 1:
-            return bound[0]
-        calls = tuple(bound)
-        return functools.partial(_call_all if hook in _REACH_ALL else _call_each, calls)
+        in_all_steps = [call for c, call in zip(listening, bound, strict=True) if hook not in c.sampled_hooks]
+        if len(in_all_steps) < len(bound):
+            return functools.partial(_call_sampled, _one_call(hook, bound), _one_call(hook, in_all_steps))
+        return _one_call(hook, bound)
+
+
+def overrides(callback: Callback, hook: str) -> bool:
+    """Whether it listens to `hook`."""
+    return getattr(type(callback), hook) is not getattr(Callback, hook)
+
+
+def _one_call(hook: str, calls: list[Hook]) -> Hook:
+    if not calls:
+        return _nothing
+    if len(calls) == 1:
+        return calls[0]
+    return functools.partial(_call_all if hook in _REACH_ALL else _call_each, tuple(calls))
+
+
+def _call_sampled(in_sampled_steps: Hook, in_all_steps: Hook, state: RunState) -> None:
+    if state.is_sampled:
+        in_sampled_steps(state)
+    else:
+        in_all_steps(state)
 
 
 def _call_each(calls: tuple[Hook, ...], state: RunState) -> None:

@@ -15,13 +15,14 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from safetrain.callbacks.base import HOOKS, Callback, Hook
+from safetrain.callbacks.base import HOOKS, STEP_HOOKS, Callback, Hook, overrides
 from safetrain.findings import Finding, SourceLine
 from safetrain.foreign import patches
 from safetrain.foreign.events import EventKind, LoopEvent
@@ -31,7 +32,7 @@ from safetrain.foreign.losses import divisor_of, leaves_of
 from safetrain.foreign.module_call import ModuleCall, batch_size, first_tensor
 from safetrain.foreign.participants import Models, Participants
 from safetrain.source import user_line
-from safetrain.state import RunState
+from safetrain.state import FIRST_STEPS, RunState
 
 _EVAL_AFTER = 2
 """So many gradient-free forwards in a row, in train mode, are an evaluation: one may choose an action or a label."""
@@ -93,6 +94,7 @@ class Observer:
         self._nothing = self.state.model
         self._callbacks = list(callbacks)
         self._calls: dict[str, list[Hook]] = {hook: [] for hook in HOOKS}
+        self._calls_in_all_steps: dict[str, list[Hook]] = {hook: [] for hook in STEP_HOOKS}
         self._on_outputs: list[Callable[[RunState, nn.Module, Any], None]] = []
         self._judges = list(judges)
         self._on_finding = on_finding or (lambda finding, event: None)
@@ -125,8 +127,11 @@ class Observer:
         """Start watching. Undone by `finish`."""
         for callback in self._callbacks:
             for hook in HOOKS:
-                if getattr(type(callback), hook) is not getattr(Callback, hook):
-                    self._calls[hook].append(getattr(callback, hook))
+                if overrides(callback, hook):
+                    call = getattr(callback, hook)
+                    self._calls[hook].append(call)
+                    if hook in STEP_HOOKS and hook not in callback.sampled_hooks:
+                        self._calls_in_all_steps[hook].append(call)
             if hasattr(callback, "outputs_made"):
                 self._on_outputs.append(callback.outputs_made)
         self._patches = patches.install(self)
@@ -166,11 +171,13 @@ class Observer:
     def failed(self, exception: BaseException) -> None:
         """Let listeners explain what is about to end the script."""
         self.in_backward = 0
-        if not self._active or not self.started:
+        if not self._active:
             return
         state = self.state
         state.exception, state.replay, state.gradients_off_at = exception, self._replay(), self.gradients_off_at
         try:
+            if not self.started:  # it never came to a backward
+                self._find_out(_innermost_frame(exception))
             self._emit("on_exception")
         finally:
             state.exception, state.replay = None, self._replay_now
@@ -573,7 +580,8 @@ class Observer:
             return
         if self.who.changed and self.who.any_optimizer:
             self._find_out()
-        self._open = self.state.in_step = True
+        self._open = True
+        self.state.begin_step()
         self.state.phase = "train"
         if self.started:
             self._emit("on_step_start")
@@ -637,13 +645,13 @@ class Observer:
             return [p for module in models.values() for p in module.parameters()]
         return [leaf for ref in self._leaves if (leaf := ref()) is not None]
 
-    def _find_out(self) -> None:
-        """Look for models and names, at the start and when somebody new has shown up."""
+    def _find_out(self, frame: FrameType | None = None) -> None:
+        """Look for models and names, at the start and when somebody new has shown up. Default: from the caller out."""
         if not self.who.changed:
             return
         self._muted = True
         try:
-            self.who.name_all(sys._getframe(1), self.state.step)
+            self.who.name_all(frame or sys._getframe(1), self.state.step)
             models = self.who.models()
             self.state.device = next((p.device for m in models.values() for p in m.parameters()), None)
         except Exception:
@@ -652,6 +660,7 @@ class Observer:
             self._muted = False
         if not self.started:
             self.started = True
+            self.state.request_samples(FIRST_STEPS)
             self._emit("on_fit_start")
             if self._open:
                 self._emit("on_step_start")
@@ -677,10 +686,11 @@ class Observer:
                 self._on_trouble(traceback.format_exc())
 
     def _emit(self, hook: str) -> None:
-        calls = self._calls[hook]
+        state = self.state
+        is_rare = hook in STEP_HOOKS and not state.is_sampled
+        calls = self._calls_in_all_steps[hook] if is_rare else self._calls[hook]
         if not calls:
             return
-        state = self.state
         self._muted = True
         models = self.who.models()
         if len(models) == 1:
@@ -698,7 +708,9 @@ class Observer:
                     call(state)
                 except Exception:
                     # The script must not suffer from a judge: drop the listener's hook, and say so once.
-                    calls.remove(call)
+                    for listening in (self._calls, self._calls_in_all_steps):
+                        if call in listening.get(hook, ()):
+                            listening[hook].remove(call)
                     self._on_trouble(traceback.format_exc())
         finally:
             self._nothing._modules.clear()
@@ -718,6 +730,13 @@ def _silence_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_silence_in_child)
+
+
+def _innermost_frame(error: BaseException) -> FrameType | None:
+    tb = error.__traceback__
+    while tb is not None and tb.tb_next is not None:
+        tb = tb.tb_next
+    return tb.tb_frame if tb is not None else None
 
 
 def _keys(obj: Any) -> tuple[str, ...]:

@@ -53,6 +53,23 @@ def mark_of(node: Any) -> Mark | None:
 _MOST_COUNTED = 256
 
 
+class _Owner:
+    """Counts the references to a mark that no graph holds, with calls of the same shape as those of `Marks.next`."""
+
+    def __init__(self) -> None:
+        self._mark = Mark(0)
+
+    def count(self) -> int:
+        return self._references(self._mark, 1)
+
+    def _references(self, mark: Mark, step: int) -> int:
+        return sys.getrefcount(mark)
+
+
+_UNSHARED = _Owner().count()
+"""The owner's own, the argument's, `getrefcount`'s: it depends on the interpreter."""
+
+
 class Marks:
     """The marks that may still be alive, known weakly."""
 
@@ -69,6 +86,16 @@ class Marks:
         mark = Mark(step, kind)
         if len(self._refs) < _MOST_COUNTED:
             self._refs.append(weakref.ref(mark))
+        return mark
+
+    def next(self, mark: Mark, step: int) -> Mark:
+        """The mark for `step` after `mark`: the same one again when no graph holds it, so that a clean step costs little.
+
+        The caller's one reference to `mark` is the only one allowed.
+        """
+        if sys.getrefcount(mark) > _UNSHARED:
+            return self.new(step)
+        mark.step = step
         return mark
 
     def alive_before(self, step: int) -> list[Mark]:
@@ -89,6 +116,7 @@ class Marks:
 
 
 _OLD_GENERATION_IS_SPLIT = sys.version_info >= (3, 14)
+_MOST_SKIPPED = 16
 _BIG_YOUNG_GENERATION = 5_000
 """Young objects above which a look costs more than a few microseconds: with `gc.disable()` the young are the heap."""
 
@@ -99,27 +127,51 @@ class Census:
     The collector keeps objects in order of creation, youngest last: reading its young generation backwards up to a
     sentinel left by the last look costs 3–6 µs, whatever the size of the heap. Objects that the collector has already
     moved to its oldest generation are not seen. Nothing is frozen, and the collector's state is untouched.
+
+    A step that leaves no more objects behind than clean steps do (by the collector's counter) is not even looked at,
+    up to 16 in a row: what keeps a tensor of each step leaves at least one more.
     """
 
-    __slots__ = ("_pause", "_sentinel", "_usable")
+    __slots__ = ("_count", "_growth", "_pause", "_sentinel", "_skipped", "_usable", "_usual")
 
     def __init__(self) -> None:
         self._sentinel: list[None] = []
         self._pause = 0
+        self._skipped = 0
+        self._count: tuple[int, int, int] = (0, 0, 0)
+        self._growth: int | None = None  # of the last clean step that was looked at
+        self._usual: int | None = None  # of two of them in a row
         self._usable: bool = getattr(sys, "_is_gil_enabled", lambda: True)()  # free-threaded Python has no generations
 
     def reset(self) -> None:
         """Forget what is older than now."""
         self._sentinel = []
 
-    def visit(self, see: Callable[[Tensor], object]) -> None:
-        """Call `see` with each tensor that carries a graph; none of them is held afterwards."""
+    def visit_step(self, see: Callable[[Tensor], object]) -> None:
+        """`visit`, at the end of each step, unless the step left nothing behind."""
+        before, count = self._count, gc.get_count()
+        growth = count[0] - before[0]
+        is_same_interval = count[1:] == before[1:]  # no collection in between, after which the counter starts again
+        if is_same_interval and self._usual is not None and growth <= self._usual and self._skipped < _MOST_SKIPPED:
+            self._skipped += 1
+        else:
+            self._skipped = 0
+            is_clean = self.visit(see) == 0
+            if is_clean and is_same_interval:
+                self._usual = growth if growth == self._growth else self._usual
+                self._growth = growth
+        self._count = gc.get_count()
+
+    def visit(self, see: Callable[[Tensor], object]) -> int:
+        """Call `see` with each tensor that carries a graph, none of which is held afterwards. Returns their number."""
         if not self._usable or self._skip():
-            return
+            return 0
         sentinel = self._sentinel
-        if not _visit_backwards(gc.get_objects(generation=0), sentinel, see) and not _OLD_GENERATION_IS_SPLIT:
-            _visit_backwards(gc.get_objects(generation=1), sentinel, see)
+        count, met = _visit_backwards(gc.get_objects(generation=0), sentinel, see)
+        if not met and not _OLD_GENERATION_IS_SPLIT:
+            count += _visit_backwards(gc.get_objects(generation=1), sentinel, see)[0]
         self._sentinel = []
+        return count
 
     def _skip(self) -> bool:
         young = gc.get_count()[0]
@@ -132,16 +184,17 @@ class Census:
         return False
 
 
-def _visit_backwards(objects: list[Any], sentinel: object, see: Callable[[Tensor], object]) -> bool:
-    """Visit the objects younger than `sentinel`; whether it was met."""
-    tensor_type = Tensor
+def _visit_backwards(objects: list[Any], sentinel: object, see: Callable[[Tensor], object]) -> tuple[int, bool]:
+    """Visit the objects younger than `sentinel`; how many carry a graph, and whether it was met."""
+    tensor_type, count = Tensor, 0
     for obj in reversed(objects):
         if type(obj) is tensor_type:
             if obj.requires_grad and not obj.is_leaf:
                 see(obj)
+                count += 1
         elif obj is sentinel:
-            return True
-    return False
+            return count, True
+    return count, False
 
 
 def grad_fn_of(tensor: Tensor) -> Any:

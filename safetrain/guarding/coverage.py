@@ -53,9 +53,8 @@ def read_coverage(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> Cove
     found = Coverage()
     owners: dict[int, list[str]] = {}
     tensors: dict[int, tuple[str, Tensor]] = {}
-    for label, param in held_by(optimizers):
+    for opt_name, label, param in held_by(optimizers):
         key = id(param)
-        opt_name = label.split("[", 1)[0]
         if key in owners and owners[key][-1] == opt_name:
             found.repeated.append((_held(label, param), opt_name))
             continue
@@ -81,12 +80,15 @@ def read_coverage(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> Cove
     return found
 
 
-def held_by(optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, Tensor]]:
-    """Every entry of every group, as (`optimizer[group][index]`, tensor); an entry that repeats comes again."""
+def held_by(optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, str, Tensor]]:
+    """Every entry of every group, as (optimizer, `optimizer[group][index]`, tensor); one that repeats comes again.
+
+    An optimizer's name may itself end in a bracket: `opts[0]`.
+    """
     for name, optimizer in optimizers.items():
         for g, group in enumerate(optimizer.param_groups):
             for i, param in enumerate(group["params"]):
-                yield f"{name}[{g}][{i}]", param
+                yield name, f"{name}[{g}][{i}]", param
 
 
 def _is_lazy(param: Tensor) -> bool:

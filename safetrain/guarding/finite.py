@@ -23,52 +23,18 @@ _log = logging.getLogger("safetrain")
 _SHORT = 64
 
 
-class FiniteGuard(Callback):
-    """P206 and P211, once a run.
+def finite_guard(report: Report, *, gated: bool) -> Callback:
+    """P206 and P211, once a run; `gated`: the driver keeps Inf and NaN from the weights and tells by `on_skip`."""
+    return GateGuard(report) if gated else FiniteGuard(report)
 
-    Where the driver has a gate of its own (`state.gated`), it listens to that and costs nothing. Elsewhere it reads one
-    number of the loss before each backward, and of one small gradient after: that of an early layer, which gets its
-    gradient last, so what went wrong on the way is in it. On CPU these are memory reads (4 µs a step); on other devices
-    they are made on logging steps only. Under loss scaling gradients are left to the scaler.
-    """
+
+class _Explainer(Callback):
+    """Explains, once a run, a step whose gradients are not finite."""
 
     def __init__(self, report: Report) -> None:
         self.report = report
         self._told = False
         self._pending: list[Finding] = []
-        self._probe: weakref.ref[Tensor] | None = None
-
-    def on_backward_start(self, state: RunState) -> None:
-        """Look at the loss."""
-        loss = state.micro_loss
-        if state.gated or self._told or loss is None or not _may_read(loss, state) or loss.numel() != 1:
-            return
-        number = _only(loss.detach().tolist())
-        if math.isfinite(number) or (state.scaler is not None and math.isinf(number)):
-            return  # a scaled loss may overflow: the scaler skips that step and scales less
-        self._told = True
-        finding = _by_replay(state)
-        if finding is None or finding.code != "P211":  # the fault is outside what can be replayed
-            finding = find_nonfinite_loss(state.model, loss, frame=user_frame())
-        if finding is not None:
-            self.report.add(finding, step=state.current_step)
-
-    def on_backward_end(self, state: RunState) -> None:
-        """Look at one gradient."""
-        if state.gated or self._told or state.scaler is not None:
-            return
-        probe = self._probe() if self._probe is not None else None
-        if probe is None or probe.grad is None:
-            probe = self._choose_probe(state)
-        if probe is None or probe.grad is None or not _may_read(probe.grad, state):
-            return
-        if not math.isfinite(_total(probe.grad)):
-            self._explain(state)
-
-    def on_skip(self, state: RunState) -> None:
-        """The driver's own gate saw it: nothing had to be read in the steps before."""
-        if state.gated and not self._told:
-            self._explain(state)
 
     def _explain(self, state: RunState) -> None:
         self._told = True
@@ -85,6 +51,55 @@ class FiniteGuard(Callback):
         """The same, unless the error is about just this: then its explanation says it."""
         if not isinstance(state.exception, NonFiniteError) or state.replay is None:
             self.on_step_end(state)
+
+
+class GateGuard(_Explainer):
+    """Where the driver has a gate of its own: it has seen everything, and nothing needs to be read."""
+
+    def on_skip(self, state: RunState) -> None:
+        """The gate kept a step from the weights."""
+        if not self._told:
+            self._explain(state)
+
+
+class FiniteGuard(_Explainer):
+    """Where there is no gate: reads one number of the loss before each backward, and of one small gradient after.
+
+    That of an early layer, which gets its gradient last, so what went wrong on the way is in it. On CPU these are
+    memory reads (4 µs a step); on other devices they are made on logging steps only. Under loss scaling gradients are
+    left to the scaler.
+    """
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report)
+        self._probe: weakref.ref[Tensor] | None = None
+
+    def on_backward_start(self, state: RunState) -> None:
+        """Look at the loss."""
+        loss = state.micro_loss
+        if self._told or loss is None or not _may_read(loss, state) or loss.numel() != 1:
+            return
+        number = _only(loss.detach().tolist())
+        if math.isfinite(number) or (state.scaler is not None and math.isinf(number)):
+            return  # a scaled loss may overflow: the scaler skips that step and scales less
+        self._told = True
+        finding = _by_replay(state)
+        if finding is None or finding.code != "P211":  # the fault is outside what can be replayed
+            finding = find_nonfinite_loss(state.model, loss, frame=user_frame())
+        if finding is not None:
+            self.report.add(finding, step=state.current_step)
+
+    def on_backward_end(self, state: RunState) -> None:
+        """Look at one gradient."""
+        if self._told or state.scaler is not None:
+            return
+        probe = self._probe() if self._probe is not None else None
+        if probe is None or probe.grad is None:
+            probe = self._choose_probe(state)
+        if probe is None or probe.grad is None or not _may_read(probe.grad, state):
+            return
+        if not math.isfinite(_total(probe.grad)):
+            self._explain(state)
 
     def _choose_probe(self, state: RunState) -> Tensor | None:
         early = [p for p in state.model.parameters() if p.grad is not None and not p.grad.is_sparse][:2]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from safetrain.callbacks.base import Callback
+from safetrain.callbacks.base import STEP_HOOKS, Callback
 from safetrain.data.batch import tensors_in
 from safetrain.findings import Report
 from safetrain.rules import memory
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 class FragmentationGuard(Callback):
     """M403, on CUDA: looks at the allocator's books every few steps, and notes which shapes the batches have."""
+
+    sampled_hooks = STEP_HOOKS
 
     EVERY = 64
     MAX_SHAPES = 64

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
-from safetrain.callbacks.base import Callback
+from safetrain.callbacks.base import STEP_HOOKS, Callback
 from safetrain.findings import Report, SourceLine
 from safetrain.guarding.gradient import is_sample
 from safetrain.rules import loop as rules
@@ -38,6 +38,8 @@ class LossWeightGuard(Callback):
     How a loss weighs its elements is read from its graph in the first steps and in every 64th. In a foreign loop each
     weight goes with its "backward" event (`see`, before the judges get it); in the Trainer it is judged here.
     """
+
+    sampled_hooks = STEP_HOOKS
 
     def __init__(self, report: Report) -> None:
         self._report = report
@@ -82,6 +84,8 @@ class BatchNormGuard(Callback):
     A recomputation that moves them is confirmed by their values one step later, and its line taken by a hook on the
     layer, for that step only and never in a compiled model.
     """
+
+    sampled_hooks = STEP_HOOKS
 
     def __init__(self, report: Report) -> None:
         self._report = report
@@ -238,6 +242,8 @@ class _LineOf:
 class ModeGuard(Callback):
     """L501 and L512 where no events tell: training that goes on in eval mode, evaluation in train mode."""
 
+    sampled_hooks = STEP_HOOKS
+
     def __init__(self, report: Report) -> None:
         self._report = report
         self._any_events = False
@@ -301,6 +307,7 @@ class ModeGuard(Callback):
                 rules.find_changed_modes(state.model, self._modes), step=max(1, state.step), phase="eval"
             )
         self._modes = {}
+        state.request_samples(3)  # training may go on in the mode that evaluation left
 
     def on_fit_end(self, state: RunState) -> None:
         self._unhook()
@@ -316,6 +323,8 @@ class ModeGuard(Callback):
 
 class CompileGuard(Callback):
     """L508 from dynamo's own counters, read at sparse steps."""
+
+    sampled_hooks = STEP_HOOKS
 
     def __init__(self, report: Report) -> None:
         self._report = report
@@ -352,6 +361,8 @@ class CompileGuard(Callback):
 
 class ScalerGuard(Callback):
     """A303 at the first steps, A304 from the count of skipped steps."""
+
+    sampled_hooks = frozenset({"on_backward_start"})
 
     def __init__(self, report: Report) -> None:
         self._report = report
@@ -400,6 +411,8 @@ class SnapshotGuard(Callback):
     A dict of live tensors that is still there one step later, after the model has moved, is a fault.
     """
 
+    sampled_hooks = STEP_HOOKS
+
     def __init__(self, report: Report, holders: Holders) -> None:
         self._report, self._holders = report, holders
         self._seen: dict[str, tuple[int, int]] = {}
@@ -429,6 +442,7 @@ class SnapshotGuard(Callback):
             elif known is None or known[0] != key:
                 self._seen[path] = (key, state.step)
                 self._fresh = True
+                state.request_samples(1)
 
 
 def _tracks(norm: Any) -> bool:

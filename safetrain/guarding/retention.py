@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import sys
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from safetrain.callbacks.base import Callback
+from safetrain.callbacks.base import STEP_HOOKS, Callback
 from safetrain.findings import Finding, Report, SourceLine
 from safetrain.graph import (
     Census,
@@ -24,6 +25,7 @@ from safetrain.graph import (
     files_of,
     find_holders,
     grad_fn_of,
+    is_freed,
     marks_reached,
     owned_tensors,
     put_mark,
@@ -106,9 +108,11 @@ class RetentionGuard(Guard):
 
     def on_step_end(self, state: RunState) -> None:
         self._is_first = False
-        self._mark_young(self._mark)
-        self._mark = self._marks.new(state.step + 1)
-        earlier = self._marks.alive_before(state.step)
+        if state.attached_metrics:
+            self._tell_metrics(state)
+        self._census.visit_step(self._put_mark)
+        self._mark = self._marks.next(self._mark, state.step + 1)
+        earlier = self._marks.alive_before(state.step) if len(self._marks) > 1 else []
         if earlier or self._growth.count or self._traces:
             self._judge(earlier, state)
         if self._evaluation.marks:
@@ -119,6 +123,8 @@ class RetentionGuard(Guard):
 
     def on_eval_end(self, state: RunState) -> None:
         self._mark_young(self._evaluation.mark(state.step))
+        if state.attached_metrics:
+            self._tell_metrics(state)
 
     def on_exception(self, state: RunState) -> None:
         self._end_traces()
@@ -138,9 +144,15 @@ class RetentionGuard(Guard):
             holders = find_holders(self._evaluation.of_batches(), self._names(state))
             self._evaluation.suspect(graph.find_eval_graphs([h for h in holders if len(h.steps) > 2][:1], module))
 
+    def _tell_metrics(self, state: RunState) -> None:
+        self.tell(graph.find_attached_metrics(state.attached_metrics), state)
+
     def _mark_young(self, mark: Mark) -> None:
         """Mark what was made since the last look and still carries a graph."""
         self._census.visit(lambda tensor: put_mark(tensor, mark))
+
+    def _put_mark(self, tensor: Tensor) -> None:
+        put_mark(tensor, self._mark)
 
     def _mark_all(self, loss: Tensor) -> None:
         """Mark the whole graph: a first optimizer step imports so much that a census cannot see this step's tensors."""
@@ -180,7 +192,7 @@ class RetentionGuard(Guard):
         holders = find_holders(wanted, self._names(state))
         if not holders:
             del wanted
-            self._report_cycle(earlier, state)
+            self._report_cycle(earlier, state, searched=holders.is_complete)
             return
         files = files_of(state.model)
         windows = [b for h in holders if (b := bound_of(h, files, graph.visible_values())) is not None]
@@ -195,8 +207,8 @@ class RetentionGuard(Guard):
         holders = [h for h in find_holders(reaches(earlier), self._names(state)) if h.through_exception]
         self.tell(graph.findings_of(holders[:1], state.model, lines=self._lines, told=self._told), state)
 
-    def _report_cycle(self, earlier: list[Mark], state: RunState) -> None:
-        """No name leads to them: do they die by a collection?"""
+    def _report_cycle(self, earlier: list[Mark], state: RunState, *, searched: bool) -> None:
+        """No name was found that leads to them: do they die by a collection?"""
         if not self._searches.allow_collection():
             return
         owners, chain = graph.find_cycle(reaches(earlier))
@@ -204,7 +216,10 @@ class RetentionGuard(Guard):
             return
         if not owners:
             return
-        verdicts = [graph.graph_cycle(owners, chain, state.model, collected=collected) for collected in (False, True)]
+        verdicts = [
+            graph.graph_cycle(owners, chain, state.model, collected=collected, searched=searched)
+            for collected in (False, True)
+        ]
         count = len(earlier)
         owners.clear()
         earlier.clear()
@@ -281,6 +296,7 @@ class _Evaluation:
         self._alive = Marks()
         self._pending: list[Finding] = []
         self._seen = False
+        self._newest: weakref.ref[Tensor] | None = None
 
     def mark(self, step: int) -> Mark:
         """A mark for what an evaluation after `step` built."""
@@ -295,8 +311,16 @@ class _Evaluation:
         if not self._seen:
             self._seen = True
             self._pending = [graph.eval_built_graphs(tensors[0], module, user_line())]
+        elif self._pending and self._was_used():
+            self._pending = [finding for finding in self._pending if finding.severity != "note"]
+        self._newest = weakref.ref(tensors[0])
         suspicious = not self.told and len(self._alive.alive_before(step + 1)) == _COLLECTED_BATCHES
         return suspicious and all(finding.severity == "note" for finding in self._pending)
+
+    def _was_used(self) -> bool:
+        """Whether the evaluation differentiates its outputs (attacks, saliency): then it needs their graphs."""
+        newest = self._newest() if self._newest is not None else None
+        return newest is not None and any(is_freed(node) for node in walk([grad_fn_of(newest)], limit=64).nodes)
 
     def of_batches(self) -> Wanted:
         """Which batches' graphs a tensor keeps."""
@@ -349,6 +373,8 @@ def graph_tensors(output: Any) -> list[Tensor]:
 class WasteGuard(Guard):
     """Graphs that are built or kept for nothing: retain_graph, create_graph, attached metrics."""
 
+    sampled_hooks = STEP_HOOKS
+
     def __init__(self, report: Report) -> None:
         super().__init__(report)
         self._retained: _Retained | None = None
@@ -378,12 +404,6 @@ class WasteGuard(Guard):
         self._first_backward = True
         if self._retained is not None:
             self._retained.note_end()
-        if state.attached_metrics:
-            self._tell_metrics(state)
-
-    def on_eval_end(self, state: RunState) -> None:
-        if state.attached_metrics:
-            self._tell_metrics(state)
 
     def outputs_made(self, state: RunState, module: nn.Module, output: Any) -> None:
         """For drivers that see forwards: an outermost module has returned `output`."""
@@ -395,9 +415,6 @@ class WasteGuard(Guard):
             self._stale_told = True
             self.tell([graph.stale_output(stale, user_line())], state)
         self._big = [(state.step, StorageWeakRef(t.untyped_storage()), t.nbytes) for t in big]  # type: ignore[no-untyped-call]
-
-    def _tell_metrics(self, state: RunState) -> None:
-        self.tell(graph.find_attached_metrics(state.attached_metrics), state)
 
     def _look_at_carried_grads(self, state: RunState) -> None:
         """One parameter each step, in turn: a graph on `.grad` before the first backward stays on all of them."""
@@ -441,7 +458,10 @@ def is_dead(storage: StorageWeakRef) -> bool:
 
 
 class _Retained:
-    """What a backward with retain_graph=True left in its graph, known by weak references to the storages."""
+    """What a backward with retain_graph=True left in its graph, known by weak references to the storages.
+
+    Of numbers with a fraction only: labels and indices are the batch's, which lives on in its data set.
+    """
 
     __slots__ = ("_refs", "held", "num_bytes", "source")
 
@@ -455,7 +475,7 @@ class _Retained:
             try:
                 for tensor in saved_tensors(node):
                     key = storage_key(tensor)
-                    if key not in known:
+                    if key not in known and tensor.is_floating_point():
                         known.add(key)
                         self._refs.append(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
                         self.num_bytes += tensor.untyped_storage().nbytes()
@@ -493,6 +513,8 @@ def retaining_line() -> SourceLine | None:
 
 class FunctionGuard(Guard):
     """Hand-written autograd Functions, each class once: in the first steps, then at ever longer intervals."""
+
+    sampled_hooks = STEP_HOOKS
 
     def __init__(self, report: Report) -> None:
         super().__init__(report)

@@ -30,7 +30,9 @@ _MAX_SETS = 4
 
 
 class WorkerGuard(Callback):
-    """M402 for worker processes. Linux only; a loop without workers pays one comparison a step."""
+    """M402 for worker processes. Linux only; a loop without workers pays one comparison in sampled steps."""
+
+    sampled_hooks = frozenset({"on_step_end"})
 
     def __init__(self, report: Report) -> None:
         self.report = report

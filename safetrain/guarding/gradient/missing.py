@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from safetrain.callbacks.base import Callback
+from safetrain.callbacks.base import STEP_HOOKS, Callback
 from safetrain.findings import Report, SourceLine
 from safetrain.guarding.gradient.watch import Watch
 from safetrain.recording.path_look import PathLook, WhyNoGradient
@@ -29,7 +29,10 @@ class MissingGradientGuard(Callback):
     A cut that no schedule can undo is reported as soon as a look proved it. What may be a late start (a branch not
     called yet, an unused result, a no_grad block, detach) waits `patience` steps (`soft_patience` when the cut was
     seen), or for the end of a run of at least `min_steps`. `first_step` is the step since which it had no gradient.
+    While one is without, every step is sampled.
     """
+
+    sampled_hooks = STEP_HOOKS
 
     def __init__(
         self, report: Report, watch: Watch, *, patience: int = 100, soft_patience: int = 20, min_steps: int = 4
@@ -71,6 +74,7 @@ class MissingGradientGuard(Callback):
             self._take(look, state)
         if not self._pending:
             return
+        state.request_samples(1)  # a gradient that comes in between must be seen
         step = state.step
         if step >= self._look_at:
             self._look_at = step + (5 if step < 8 else 12 if step < 20 else self._patience)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from safetrain.callbacks.base import Callback
+from safetrain.callbacks.base import STEP_HOOKS, Callback
 from safetrain.findings import Report, SourceLine
 from safetrain.guarding.coverage import Held
 from safetrain.guarding.gradient.sampling import is_plain, is_sample
@@ -30,6 +30,8 @@ class NumbersGuard(Callback):
     Takes device readings at the steps of `is_sample` (a handful of `_foreach` calls) and reads them as numbers one
     sample later, when they are long done.
     """
+
+    sampled_hooks = STEP_HOOKS
 
     def __init__(self, report: Report, watch: Watch) -> None:
         self._report, self._watch = report, watch
@@ -152,6 +154,7 @@ class NumbersGuard(Callback):
         if suspects and {n: len(s) for n, s in suspects.items()} != {n: len(s) for n, s in self._ask_cause.items()}:
             self._ask_cause = {n: list(s) for n, s in suspects.items()}
             self._asking = True
+            state.request_samples(1)
             if any(len(s) <= 3 for s in suspects.values()):
                 self._watch.request_look(state)
 

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def is_sample(step: int) -> bool:
-    """Steps (counted from 1) at which sparse readings are taken: 2, 3, 4, 8, 16, 32 and every 64th."""
-    return step in (2, 3, 4, 8, 16, 32) or step % 64 == 0
+    """Steps (counted from 1) at which sparse readings are taken: 2, 3, 4, 8, 16, 32, each 64th, after 512 each 256th."""
+    return step in (2, 3, 4, 8, 16, 32) or step % (64 if step <= 512 else 256) == 0
 
 
 def is_plain(tensor: Tensor) -> bool:

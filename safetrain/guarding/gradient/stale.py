@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from safetrain.callbacks.base import Callback
+from safetrain.callbacks.base import STEP_HOOKS, Callback
 from safetrain.findings import Report, SourceLine
 from safetrain.guarding.gradient.sampling import is_plain
 from safetrain.guarding.gradient.watch import Watch
@@ -24,6 +24,8 @@ class StaleGradientGuard(Callback):
     One parameter per optimizer is watched by the identity of its gradient. A gradient that is the same object at every
     backward between two steps is read once (is it zero?) at the first steps and then at every 64th.
     """
+
+    sampled_hooks = STEP_HOOKS
 
     def __init__(self, report: Report, watch: Watch) -> None:
         self._report, self._watch = report, watch

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from safetrain.callbacks.base import Callback
+from safetrain.callbacks.base import STEP_HOOKS, Callback
 from safetrain.findings import Report, SourceLine
 from safetrain.guarding.coverage import ChangeDetector, Coverage, read_coverage
 from safetrain.guarding.gradient.sampling import is_sample
@@ -32,6 +32,8 @@ class _Seen(NamedTuple):
 
 class Watch(Callback):
     """What the guards here share. First in the list: it starts looks, and judges coverage as gradients arrive."""
+
+    sampled_hooks = STEP_HOOKS
 
     def __init__(self, report: Report, *, may_look: bool = True) -> None:
         self.report = report
@@ -69,6 +71,8 @@ class Watch(Callback):
     def request_look(self, between: RunState | None = None) -> None:
         """Have the next step watched op by op. Callers that stand between two steps give the state."""
         self._wanted = self._may_look
+        if between is not None:
+            between.request_samples(1)
         if between is not None and self._foreign:
             # A foreign step begins for us with its first forward that has gradients on; what comes before counts too.
             self._start_look(between)

@@ -271,7 +271,7 @@ def can_screen(model: nn.Module) -> bool:
 
 
 class AutopsyGuard(Callback):
-    """Screens the first step and explains what ends a run. After the first step it costs a counter read a backward."""
+    """G121 to G129: screens the first step and explains what ends a run. Later it costs a counter read a backward."""
 
     sampled_hooks = frozenset({"on_step_end"})
 

@@ -6,8 +6,8 @@ sampled steps only (`Callback.sampled_hooks`): the first 64, five of every 64 la
 
 | guard | listens to | rules |
 |---|---|---|
-| RetentionGuard | backward start, step end, evaluation | G101 G103 G105 G106 G107 G110 |
-| WasteGuard | backward start, step end | G102 G104 G105 G108 |
+| RetentionGuard | backward start, step end, evaluation | G101 G102 G103 G105 G106 G107 G110 |
+| WasteGuard | backward start, step end | G104 G105 G108 |
 | FunctionGuard | backward start | G106 G111 G112 |
 | AutopsyGuard | the first step, exceptions | G121–G129 |
 | finite_guard | the Trainer's gate, elsewhere backward start and end | P206 P211 |

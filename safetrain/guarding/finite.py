@@ -54,7 +54,7 @@ class _Explainer(Callback):
 
 
 class GateGuard(_Explainer):
-    """Where the driver has a gate of its own: it has seen everything, and nothing needs to be read."""
+    """P206 and P211 where the driver has a gate of its own: it has seen everything, and nothing needs to be read."""
 
     def on_skip(self, state: RunState) -> None:
         """The gate kept a step from the weights."""
@@ -63,7 +63,7 @@ class GateGuard(_Explainer):
 
 
 class FiniteGuard(_Explainer):
-    """Where there is no gate: reads one number of the loss before each backward, and of one small gradient after.
+    """P206 and P211 where there is none: reads one number of the loss before each backward, and of one small gradient after.
 
     That of an early layer, which gets its gradient last, so what went wrong on the way is in it. On CPU these are
     memory reads (4 µs a step); on other devices they are made on logging steps only. Under loss scaling gradients are

@@ -17,9 +17,9 @@ from safetrain.source import user_line, with_text
 if TYPE_CHECKING:
     from safetrain.state import RunState
 
-_EVERY = 64
+_EVERY, _EVERY_LATER, _LATER = 64, 256, 512
 _AT = (1, 2, 3, 4)
-"""Steps of every 64 after which hooks are counted: four in a row, so that the first rise is told by step four."""
+"""Steps of every 64 (later 256) after which hooks are counted: four in a row, so that the first rise is told by step four."""
 
 _REGISTER: dict[tuple[type, str], str] = {
     (nn.Module, "register_forward_hook"): "_forward_hooks",
@@ -46,7 +46,7 @@ class HookGuard(Callback):
         self._watch: _RegistrationWatch | None = None
 
     def on_step_end(self, state: RunState) -> None:
-        place = state.step % _EVERY
+        place = state.step % (_EVERY if state.step < _LATER else _EVERY_LATER)
         if place not in _AT:
             return
         if place == _AT[0]:

@@ -1,0 +1,179 @@
+"""The guards together: what they hear of, what they miss by it (nothing), and that they hold nothing."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_training import make_data, make_model, make_trainer
+from torch import Tensor, nn
+
+from safetrain import Callback, Trainer
+from safetrain.callbacks.base import STEP_HOOKS, Listeners
+from safetrain.memory import HeapMeter, heap_is_readable
+from safetrain.state import RunState
+
+LATE = 150
+"""A step that is not sampled, nor are the next forty."""
+
+
+def batches(num: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(num, 16, 8, generator=generator)
+    return list(zip(x, x[..., :3].argmax(2), strict=True))
+
+
+class Late(Trainer):
+    """Trains well until step `LATE`."""
+
+    def training_step(self, batch: Any) -> Tensor:
+        x, y = batch
+        output = self.model(x)
+        loss = F.cross_entropy(output, y)
+        if self.state.current_step >= LATE:
+            self.go_wrong(output, loss)
+        return loss
+
+    def go_wrong(self, output: Tensor, loss: Tensor) -> None:
+        """What begins late."""
+
+
+def late(trainer: type[Late], *, steps: int = LATE + 8, callbacks: list[Callback] | None = None) -> Late:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+    made = trainer(model, optimizer, max_steps=steps, callbacks=callbacks or [])
+    made.fit(batches(steps))
+    return made
+
+
+def test_sampled_hooks_hear_of_the_first_steps_of_a_run_and_of_five_in_64_later() -> None:
+    class Rare(Callback):
+        sampled_hooks = STEP_HOOKS
+
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        def on_step_start(self, state: RunState) -> None:
+            self.steps.append(state.current_step)
+
+    class Often(Rare):
+        sampled_hooks = frozenset()
+
+    rare, often = Rare(), Often()
+    state = RunState(model=nn.Linear(1, 1), optimizers={}, step=1000)
+    listeners = Listeners([rare, often])
+    state.request_samples(10)
+    for _ in range(130):
+        state.begin_step()
+        listeners.on_step_start(state)
+        state.step += 1
+    assert often.steps == list(range(1001, 1131))
+    assert rare.steps == [*range(1001, 1011), *range(1024, 1029), *range(1088, 1093)]
+
+
+@pytest.mark.parametrize("kept", ["loss", "output", "part of the output"])
+def test_a_leak_that_begins_late_is_told_by_its_third_step(kept: str) -> None:
+    class Leaks(Late):
+        def go_wrong(self, output: Tensor, loss: Tensor) -> None:
+            history.append({"loss": loss, "output": output}.get(kept, output[0]))
+
+    history: list[Tensor] = []
+    findings = late(Leaks).report.findings
+    assert [f.code for f in findings] == ["G101"]
+    assert findings[0].first_step <= LATE + 3
+    assert "history" in (findings[0].holder or "")
+
+
+def test_a_metric_with_a_graph_is_told_whenever_it_is_logged() -> None:
+    class Logs(Late):
+        def go_wrong(self, output: Tensor, loss: Tensor) -> None:
+            self.log("loss", loss)
+
+    assert [(f.code, f.first_step) for f in late(Logs).report.findings] == [("G102", LATE)]
+
+
+def test_a_model_left_in_eval_mode_by_a_late_evaluation_is_told() -> None:
+    class Forgets(Callback):
+        def on_eval_end(self, state: RunState) -> None:
+            if state.step > 100:
+                for module in state.model.modules():  # a hook of its own mind: modes are put back before it runs
+                    module.training = False
+
+    trainer = make_trainer(Forgets(), guards="default", max_steps=160, eval_every=40)
+    trainer.fit(make_data(), make_data())
+    assert {f.code for f in trainer.report.findings} & {"L501", "L515"}
+
+
+def test_a_parameter_that_is_used_once_in_many_steps_is_no_finding() -> None:
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(8, 3) for _ in range(8))
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            rare = 1 + self.calls // 12 % 7 if self.calls % 12 == 11 else 0
+            out: Tensor = self.experts[rare](x)
+            return out
+
+    class Routed(Trainer):
+        def training_step(self, batch: Any) -> Tensor:
+            return F.cross_entropy(self.model(batch[0]), batch[1])
+
+    model = Mixture()
+    trainer = Routed(model, torch.optim.AdamW(model.parameters(), 1e-3), max_steps=220)
+    trainer.fit(batches(220))
+    assert not trainer.report.findings
+
+
+def test_guards_keep_no_tensor_alive() -> None:
+    refs: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    class Watched(Trainer):
+        def training_step(self, batch: Any) -> Tensor:
+            hidden = self.model[0](batch[0])
+            output = self.model[1:](hidden)
+            refs.extend(map(weakref.ref, (hidden, output)))
+            loss = F.cross_entropy(output, batch[1])
+            refs.append(weakref.ref(loss))
+            return loss
+
+    class Counts(Callback):  # the last listener: all guards have seen the step
+        def on_step_end(self, state: RunState) -> None:
+            alive.append(sum(ref() is not None for ref in refs))
+            refs.clear()
+
+    gc.disable()  # nothing may need the collector
+    try:
+        model = make_model()
+        trainer = Watched(model, torch.optim.SGD(model.parameters(), 0.01), callbacks=[Counts()], max_steps=140)
+        trainer.fit(batches(140))
+    finally:
+        gc.enable()
+    assert not trainer.report.findings
+    assert alive[5:] == [0] * len(alive[5:])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not heap_is_readable(), reason="the heap's size can be read with glibc only")
+def test_memory_is_flat_over_two_thousand_steps() -> None:
+    readings: dict[int, int] = {}
+
+    class Reads(Callback):
+        def on_step_end(self, state: RunState) -> None:
+            if state.step % 100 == 0:
+                gc.collect()
+                readings[state.step] = meter.read()
+
+    meter = HeapMeter(slow_ns=10**12)
+    trainer = make_trainer(Reads(), guards="default", max_steps=2000)
+    trainer.fit(make_data())
+    assert not trainer.report.findings
+    assert readings[2000] - readings[400] < 40_000  # 25 bytes a step: the readings' own dict, the report's nothing

@@ -30,6 +30,7 @@ from safetrain import activation_checkpoint as activation_checkpointing
 from safetrain import checkpoint, rng
 from safetrain import compile as compiling
 from safetrain.activation_checkpoint import CheckpointOptions
+from safetrain.activation_checkpoint.auto import auto_listeners
 from safetrain.callbacks.base import Callback, Listeners
 from safetrain.callbacks.run_dir import writable_run_dir
 from safetrain.compile import CompileOptions
@@ -156,7 +157,12 @@ class Trainer:
         self.device = torch.device(device) if device is not None else _device_of(model)
         model.to(self.device)
         if activation_checkpoint is not None:
-            activation_checkpointing.apply(model, activation_checkpointing.as_options(activation_checkpoint))
+            recompute = activation_checkpointing.as_options(activation_checkpoint)
+            activation_checkpointing.apply(model, recompute)
+            callbacks = [
+                *auto_listeners(model, recompute, device=self.device, is_compiled=bool(compile)),
+                *callbacks,
+            ]
         self.compile_options = CompileOptions() if compile is True else compile or None
         if self.compile_options is not None:
             compiling.apply(model, self.compile_options)

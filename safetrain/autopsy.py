@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from safetrain.callbacks.base import Callback
-from safetrain.errors import NonFiniteError, add_note
+from safetrain.errors import BatchError, NonFiniteError, add_note
 from safetrain.findings import Finding, Report, Rule, SourceLine
 from safetrain.recording.recorder import Recorder
 from safetrain.recording.replay import unchanged
@@ -77,6 +77,8 @@ _WORTH_A_REPLAY = (explain_inplace_modified, explain_no_graph, explain_non_scala
 
 
 def _explainer(error: BaseException) -> Callable[[Failure], Finding] | None:
+    if not isinstance(error, (RuntimeError, BatchError)):
+        return None  # torch raises no other kind for these
     text = str(error)
     return next((explainer for needle, explainer in _EXPLAINERS if needle in text), None)
 
@@ -156,7 +158,7 @@ def _replayed(failure: Failure, explainer: Callable[[Failure], Finding], replay:
     with unchanged(failure.model):
         if explainer is explain_no_graph:
             torch.set_grad_enabled(True)  # the failed step may have left it off; the replay shows who switches it
-        record = Recorder(failure.model)
+        record = Recorder(failure.model, replay=True)
         loss: Tensor | None = None
         try:
             with record:
@@ -273,7 +275,7 @@ def can_screen(model: nn.Module) -> bool:
 class AutopsyGuard(Callback):
     """G121 to G129: screens the first step and explains what ends a run. Later it costs a counter read a backward."""
 
-    sampled_hooks = frozenset({"on_step_end"})
+    sampled_hooks = frozenset({"on_step_start", "on_step_end"})
 
     def __init__(self, report: Report, *, screen: bool = True) -> None:
         self.report = report
@@ -282,11 +284,10 @@ class AutopsyGuard(Callback):
         self._screens = screen
         self._screen: Screen | None = None
         self._record: Recorder | None = None  # of the first step, kept until the second has ended: it holds no tensor
-        self._earlier_backward = self._last_backward = self._step_began = 0
+        self._earlier_backward = self._last_backward = 0
 
     def on_step_start(self, state: RunState) -> None:
         """Start the screen in the first step of the run."""
-        self._step_began = _next_node()
         if self._screens:
             self._screens = False
             if can_screen(state.model):
@@ -346,7 +347,7 @@ class AutopsyGuard(Callback):
                 replay=state.replay,
                 optimizers=state.optimizers,
                 record=record,
-                first_node=max(self._step_began, self._earlier_backward),
+                first_node=self._earlier_backward,
                 gradients_off_at=state.gradients_off_at,
                 scale=float(state.scaler.get_scale()) if state.scaler is not None else 1.0,
             )

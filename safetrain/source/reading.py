@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import linecache
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -38,19 +39,29 @@ def find_attribute_assignment(
     return None
 
 
-def find_method_calls(method: str, *, files: Iterable[str] | None = None) -> list[SourceLine]:
-    """All `….method(…)` of the user's files."""
+def find_method_calls(
+    method: str, *, argument: bool | None = None, files: Iterable[str] | None = None
+) -> list[SourceLine]:
+    """All `….method(…)` of the user's files; with `argument`, those whose one argument is that constant."""
     return [
         SourceLine(filename, node.lineno, line_text(filename, node.lineno))
         for filename in (files if files is not None else user_files())
         for node in _walk(filename)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == method
+        if argument is None or _is_constant([*node.args, *(keyword.value for keyword in node.keywords)], argument)
     ]
+
+
+def _is_constant(arguments: list[ast.expr], value: bool) -> bool:
+    return len(arguments) == 1 and isinstance(arguments[0], ast.Constant) and arguments[0].value is value
 
 
 def find_freeze_of_state_dict(*, files: Iterable[str] | None = None) -> SourceLine | None:
     """A loop over `x.state_dict()` whose body sets `requires_grad`: those tensors are copies of no effect."""
     for filename in files if files is not None else user_files():
+        text = "".join(linecache.getlines(filename))
+        if "state_dict" not in text or "requires_grad" not in text:
+            continue  # parsing takes milliseconds, and this is asked of every run
         for node in _walk(filename):
             if not isinstance(node, ast.For) or not _reads_state_dict(node.iter):
                 continue

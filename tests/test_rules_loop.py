@@ -117,7 +117,9 @@ def test_a_masked_mean_is_read_too() -> None:
         (lambda o: F.mse_loss(o, torch.zeros(8, 3)), (1.0, 24)),
         (lambda o: 0.5 * o.pow(2).mean() / 2, (0.25, 24)),
         (lambda o: F.cross_entropy(o, torch.zeros(8).long()) + o.norm(), (1.0, 8)),
-        (lambda o: F.mse_loss(o, torch.zeros(8, 3), reduction="sum") / 24, (1 / 24, None)),
+        (lambda o: F.mse_loss(o, torch.zeros(8, 3), reduction="sum") / 24, (1.0, 24)),
+        (lambda o: F.mse_loss(o, torch.zeros(8, 3), reduction="sum") / 2.5, (0.4, None)),
+        (lambda o: F.cross_entropy(o, torch.zeros(8).long(), label_smoothing=0.1) / 2, (0.5, 8)),
         (lambda o: o.exp().max(), None),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,7 +24,7 @@ def loader_facts(loader: Any) -> dict[str, Any]:
     chosen = sampler if plain else batch_sampler
     with_epoch = next((s for s in (batch_sampler, sampler) if hasattr(s, "set_epoch")), None)
     return {
-        "loader": id(loader),
+        "loader": _number_of(loader),
         "length": _length(loader),
         "order": None,
         "sampler": type(with_epoch if with_epoch is not None else chosen).__name__,
@@ -30,6 +32,15 @@ def loader_facts(loader: Any) -> dict[str, Any]:
         "set_epoch": with_epoch is not None,
         "sampler_epoch": getattr(with_epoch, "epoch", None),
     }
+
+
+_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_next_number = itertools.count()
+
+
+def _number_of(loader: Any) -> int:
+    """The same number for the same loader. An address would be given to the next loader when this one is gone."""
+    return _numbers.setdefault(loader, next(_next_number))
 
 
 def _length(loader: Any) -> int | None:

@@ -3,7 +3,7 @@
 They measure and judge nothing; see `safetrain.rules.graph` for the judges.
 """
 
-from safetrain.graph.holders import Holder, Survey, climb, find_holders, graph_owners, reaches
+from safetrain.graph.holders import Holder, Holders, Survey, climb, find_holders, graph_owners, reaches
 from safetrain.graph.marks import Census, Mark, Marks, grad_fn_of, mark_of, put_mark
 from safetrain.graph.storing import StoreTrace, files_of, storing_line
 from safetrain.graph.walk import (
@@ -20,11 +20,12 @@ from safetrain.graph.walk import (
     storage_key,
     walk,
 )
-from safetrain.graph.windows import bound_of
+from safetrain.graph.windows import bound_of, only_rebinds
 
 __all__ = [
     "Census",
     "Holder",
+    "Holders",
     "Mark",
     "Marks",
     "Pinned",
@@ -42,6 +43,7 @@ __all__ = [
     "is_freed",
     "mark_of",
     "marks_reached",
+    "only_rebinds",
     "owned_tensors",
     "pinned",
     "put_mark",

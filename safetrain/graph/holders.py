@@ -34,7 +34,7 @@ from safetrain.graph import paths
 from safetrain.graph.marks import Mark, grad_fn_of
 from safetrain.graph.roots import Root, gather_roots, is_user_class
 from safetrain.graph.walk import marks_reached, walk
-from safetrain.source import frame_locals
+from safetrain.source import ended_calls, frame_locals
 
 Wanted = Callable[[Tensor], frozenset[int]]
 """Which earlier steps a tensor keeps alive; empty when it is of no interest."""
@@ -42,10 +42,12 @@ Wanted = Callable[[Tensor], frozenset[int]]
 _BIG = 20_000
 """Elements of one container above which only both ends are looked at: leaks append."""
 _END = 2_000
+_LONG_TEXT = 1_024
+"""Characters or bytes from which a string is an object to look at."""
 _PLAIN, _TENSOR, _SKIP, _FUNCTION, _FRAME, _CLASS, _ARRAY = range(7)
 _ATOMS = frozenset(
     {
-        type(None), bool, int, float, complex, str, bytes, bytearray, range, slice, type(...), CodeType, ModuleType,
+        type(None), bool, int, float, complex, str, bytes, range, slice, type(...), CodeType, ModuleType,
         BuiltinFunctionType, GetSetDescriptorType, MemberDescriptorType, MethodDescriptorType, WrapperDescriptorType,
     }
 )  # fmt: skip
@@ -70,13 +72,17 @@ class Holder:
     @property
     def name(self) -> str:
         """The last proper name on the path: `history` of `self.meters.history[3]`."""
-        return paths.last_name(self.root.name, self.path)
+        return paths.last_name(self.root.name, self.path)[0]
 
     @property
     def is_attribute(self) -> bool:
         """Whether `name` is an attribute of an object, not a variable."""
-        named = paths.named_edges(self.path)
-        return bool(named) and named[-1].startswith(".")
+        return paths.last_name(self.root.name, self.path)[1]
+
+    @property
+    def is_named_itself(self) -> bool:
+        """Whether `name` is that of the last object on the path, not of something that it is an item of."""
+        return paths.named_edges(self.path) == paths.edges(self.path)
 
     @property
     def way(self) -> tuple[str, ...]:
@@ -97,6 +103,14 @@ class Holder:
         )
 
 
+class Holders(list[Holder]):
+    """The answer of a search. Without `is_complete` it ran out of time or objects: there may be others."""
+
+    def __init__(self, found: Iterable[Holder], is_complete: bool) -> None:
+        super().__init__(found)
+        self.is_complete = is_complete
+
+
 def reaches(marks: Iterable[Mark], limit: int = 4_000) -> Wanted:
     """`Wanted` for marked graphs: the steps of those of `marks` that a tensor's graph reaches back into."""
     own = frozenset(marks)
@@ -109,21 +123,24 @@ def reaches(marks: Iterable[Mark], limit: int = 4_000) -> Wanted:
 
 def find_holders(
     wanted: Wanted, given: Mapping[str, Any] | None = None, *, budget_s: float = 0.5, max_objects: int = 300_000
-) -> list[Holder]:
+) -> Holders:
     """The places that hold tensors which `wanted` asks for, those with the most steps first.
 
     Searches the `given` objects by their names, then live frames, user modules, global hooks and context variables;
-    library frames only when those hold nothing. Gives up quietly at its bounds.
+    library frames only when those hold nothing. Gives up at its bounds, as `is_complete` of the answer tells. The
+    budget is this thread's own time, so that a busy machine does not cut the search short.
     """
-    deadline = time.perf_counter() + budget_s
+    deadline = time.thread_time() + budget_s
+    is_complete = True
     for roots in gather_roots(given):
         search = _Search(wanted, deadline, max_objects)
         search.run(roots)
+        is_complete &= search.is_complete
         if search.hits:
-            return _group(search)
-        if time.perf_counter() > deadline:
+            return Holders(_group(search), is_complete)
+        if time.thread_time() > deadline:
             break
-    return []
+    return Holders([], is_complete)
 
 
 class _Search:
@@ -134,6 +151,7 @@ class _Search:
         self.objects: dict[int, Any] = {}
         self.root_of: dict[int, Root] = {}
         self.hits: list[tuple[Tensor, frozenset[int]]] = []
+        self.is_complete = True
         self._more_parents: dict[int, list[int]] = {}
         self._wanted = wanted
         self._deadline = deadline
@@ -143,7 +161,7 @@ class _Search:
         queue: deque[Any] = deque()
         for root in roots:
             kind = type(root.value)
-            if kind in _ATOMS or id(root.value) in self.objects:
+            if (kind in _ATOMS and not _is_long_text(root.value)) or id(root.value) in self.objects:
                 continue
             self.objects[id(root.value)] = root.value
             self.root_of[id(root.value)] = root
@@ -151,8 +169,9 @@ class _Search:
         big: deque[Any] = deque()
         while queue or big:
             if len(self.objects) > self._max_objects or (
-                len(self.objects) & 255 == 0 and time.perf_counter() > self._deadline
+                len(self.objects) & 255 == 0 and time.thread_time() > self._deadline
             ):
+                self.is_complete = False
                 return
             obj = queue.popleft() if queue else big.popleft()
             kind = type(obj)
@@ -160,7 +179,7 @@ class _Search:
             if category == _TENSOR:
                 self._look_at(obj)
             for child in _children(obj, category):
-                if type(child) in _ATOMS or _category_of(type(child)) == _SKIP:
+                if _category_of(type(child)) == _SKIP and not _is_long_text(child):
                     continue
                 if id(child) in self.objects:
                     if _category_of(type(child)) == _TENSOR:
@@ -203,11 +222,11 @@ class Survey:
     def __init__(
         self, given: Mapping[str, Any] | None = None, *, budget_s: float = 0.5, max_objects: int = 300_000
     ) -> None:
-        self._search = _Search(lambda tensor: frozenset(), time.perf_counter() + budget_s, max_objects)
+        self._search = _Search(lambda tensor: frozenset(), time.thread_time() + budget_s, max_objects)
         self._search.run(next(gather_roots(given)))
 
     def objects(self) -> Iterable[Any]:
-        """What was reached, nearest to a name first. Numbers, strings and modules are not looked at."""
+        """What was reached, nearest to a name first. Numbers, short strings and modules are not looked at."""
         return self._search.objects.values()
 
     def holder(self, container: Any, tensors: Sequence[Tensor] = ()) -> Holder:
@@ -248,6 +267,10 @@ def _judge(kind: type) -> int:
     return _PLAIN
 
 
+def _is_long_text(obj: Any) -> bool:
+    return type(obj) in (str, bytes) and len(obj) >= _LONG_TEXT
+
+
 def _children(obj: Any, category: int) -> Iterable[Any]:
     if category == _PLAIN:
         return gc.get_referents(obj) if _size(obj) <= _BIG else _both_ends(obj)
@@ -256,7 +279,7 @@ def _children(obj: Any, category: int) -> Iterable[Any]:
     if category == _FUNCTION:
         return [*(obj.__closure__ or ()), *(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).values(), obj.__dict__]
     if category == _FRAME:
-        return list(frame_locals(obj).values())
+        return [*frame_locals(obj).values(), *ended_calls(obj.f_back)[:1]]
     if category == _CLASS:
         return list(vars(obj).values()) if is_user_class(obj) else ()
     if category == _ARRAY:
@@ -298,6 +321,8 @@ def _group(search: _Search) -> list[Holder]:
     for tensor, steps, path in found:
         enough = max(1, math.ceil(0.6 * len(steps_under[id(path[0])])))
         stem = path[: 1 + max(i for i, obj in enumerate(path) if len(steps_under[id(obj)]) >= enough)]
+        if len(stem) > 1 and _is_one_of_several(stem[-1], stem[-2], steps_under):
+            stem.pop()
         key = (id(path[0]), id(stem[-1]))
         group = groups.setdefault(key, (stem, [], set()))
         group[1].append((tensor, path))
@@ -313,6 +338,13 @@ def _group(search: _Search) -> list[Holder]:
     return sorted(
         holders, key=lambda h: (-len(h.steps), len(h.path) == 1 and isinstance(h.path[0], Tensor), len(h.path))
     )
+
+
+def _is_one_of_several(obj: Any, container: Any, steps_under: Mapping[int, set[int]]) -> bool:
+    """Whether a tensor of a sequence is only a part of what the sequence keeps: a graph may span two steps."""
+    if not isinstance(obj, Tensor) or not isinstance(container, (list, tuple, set, deque)):
+        return False
+    return len(steps_under[id(obj)]) < len(steps_under[id(container)])
 
 
 _Group = tuple[list[Any], list[tuple[Tensor, list[Any]]], set[int]]

@@ -18,7 +18,7 @@ _TRANSPARENT_MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 
 def describe(label: str, path: Sequence[Any], tensors: Sequence[Tensor]) -> str:
     """The path as text. `tensors` hang on its last object: their indices are told as a range."""
-    steps = [label, *_edges(path)]
+    steps = [label, *edges(path)]
     last = path[-1]
     if isinstance(last, Tensor):
         return " → ".join(steps)
@@ -28,7 +28,8 @@ def describe(label: str, path: Sequence[Any], tensors: Sequence[Tensor]) -> str:
     return " → ".join(steps)
 
 
-def _edges(path: Sequence[Any]) -> list[str]:
+def edges(path: Sequence[Any]) -> list[str]:
+    """How each object on the path holds the next, where that has a name or a position."""
     out = []
     owner = None  # of an instance dict or a cell, which have no name of their own
     for above, below in itertools.pairwise(path):
@@ -65,7 +66,8 @@ def _of_function(above: Any, below: Any) -> str | None:
         for name, cell in zip(above.__code__.co_freevars, above.__closure__ or (), strict=True):
             if cell is below or _cell_content(cell) is below:
                 return f"closure variable `{name}` of {above.__qualname__}()"
-        return f"default argument of {above.__qualname__}()" if below in _identity(above.__defaults__ or ()) else None
+        defaults = [*_defaults(above), *(above.__kwdefaults__ or {}).items()]
+        return next((f"default argument `{n}` of {above.__qualname__}()" for n, v in defaults if v is below), None)
     if isinstance(above, functools.partial):
         return "functools.partial"
     if type(above).__name__ == "_lru_cache_wrapper":
@@ -73,8 +75,16 @@ def _of_function(above: Any, below: Any) -> str | None:
     return None
 
 
+def _defaults(function: FunctionType) -> Iterable[tuple[str, Any]]:
+    """The positional parameters that have a default, with it."""
+    code, values = function.__code__, function.__defaults__ or ()
+    return zip(code.co_varnames[code.co_argcount - len(values) : code.co_argcount], values, strict=True)
+
+
 def _of_frame(above: Any, below: Any) -> str | None:
     if isinstance(above, BaseException):
+        if below is above.args:
+            return f"arguments of {type(above).__name__}"
         return f"{type(above).__name__}.__traceback__" + _traceback_local(above.__traceback__, below)
     frame = None
     if isinstance(above, GeneratorType):
@@ -182,18 +192,18 @@ def _carries_graph(value: Any) -> bool:
 
 def named_edges(path: Sequence[Any]) -> list[str]:
     """The edges that are names, not positions."""
-    return [step for step in _edges(path) if not step.startswith("[")]
+    return [step for step in edges(path) if not step.startswith("[")]
 
 
-def last_name(root: str, path: Sequence[Any]) -> str:
-    """The last attribute on the path, or the root's name."""
-    name = root
-    for step in _edges(path):
+def last_name(root: str, path: Sequence[Any]) -> tuple[str, bool]:
+    """The last proper name on the path, or the root's, and whether it is that of an attribute."""
+    name, is_attribute = root, False
+    for step in edges(path):
         if step.startswith("."):
-            name = step[1:].split(".")[-1]
+            name, is_attribute = step[1:].split(".")[-1], True
         elif "`" in step:
-            name = step.split("`")[1]
-    return name
+            name, is_attribute = step.split("`")[1], False
+    return name, is_attribute
 
 
 def _key(key: Any) -> str:
@@ -216,13 +226,3 @@ def _cell_content(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # empty
         return None
-
-
-class _identity:
-    """Membership by identity: tensors do not compare to a bool."""
-
-    def __init__(self, values: Iterable[Any]) -> None:
-        self._ids = {id(value) for value in values}
-
-    def __contains__(self, value: Any) -> bool:
-        return id(value) in self._ids

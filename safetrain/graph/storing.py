@@ -9,11 +9,10 @@ from __future__ import annotations
 import ast
 import bisect
 import inspect
-import linecache
 import sys
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from safetrain.findings import SourceLine
 from safetrain.graph.holders import Holder
 from safetrain.source import USER, grade, line_text, user_frame
+from safetrain.source.syntax import tree_of
 
 _sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _MAX_LINES = 200_000
@@ -243,21 +243,12 @@ def storing_line(name: str, files: Iterable[str], *, attribute: bool | None = No
     """
     best: tuple[int, str, int] | None = None
     for filename in files:
-        tree = parse(filename)
+        tree = tree_of(filename)
         for node in ast.walk(tree) if tree is not None else ():
             weight = _stores_under(node, name, attribute)
             if weight and (best is None or weight > best[0]):
                 best = (weight, filename, node.lineno)  # type: ignore[attr-defined]
     return None if best is None else SourceLine(best[1], best[2], line_text(best[1], best[2]))
-
-
-def parse(filename: str) -> ast.Module | None:
-    """The syntax tree of a file or notebook cell; None when there is no source."""
-    text = "".join(linecache.getlines(filename))
-    try:
-        return ast.parse(text) if text else None
-    except (SyntaxError, ValueError):
-        return None
 
 
 def _stores_under(node: ast.AST, name: str, attribute: bool | None) -> int:
@@ -266,14 +257,28 @@ def _stores_under(node: ast.AST, name: str, attribute: bool | None) -> int:
     if isinstance(node, ast.AugAssign):
         return 3 if names(node.target, name, attribute) else 0
     if isinstance(node, ast.Assign):
-        for target in node.targets:
+        for target in flat_targets(node.targets):
             if isinstance(target, ast.Subscript) and names(target.value, name, attribute):
                 return 3
             if names(target, name, attribute):
                 # `x = 0.9 * x + …` feeds on itself; `x = []` starts afresh.
                 uses_itself = any(names(inner, name) for inner in ast.walk(node.value))
-                return 2 if uses_itself else 0 if _is_fresh(node.value) else 1
+                return 2 if uses_itself else 0 if is_fresh(node.value) else 1
     return 0
+
+
+def adds_to(node: ast.AST, name: str) -> bool:
+    """Whether a statement adds to what the name holds, or binds it to something that grew out of it."""
+    return _stores_under(node, name, None) >= 2
+
+
+def flat_targets(targets: Iterable[ast.expr]) -> Iterator[ast.expr]:
+    """`a`, `b` and `c` of `a, (b, *c) = …`."""
+    for target in targets:
+        if isinstance(target, (ast.Tuple, ast.List)):
+            yield from flat_targets(target.elts)
+        else:
+            yield target.value if isinstance(target, ast.Starred) else target
 
 
 _MAKERS = frozenset(
@@ -291,14 +296,17 @@ _MAKERS = frozenset(
         "deque",
         "dict",
         "list",
+        "set",
+        "defaultdict",
+        "OrderedDict",
     }
 )
 
 
-def _is_fresh(value: ast.expr) -> bool:
+def is_fresh(value: ast.expr) -> bool:
     """Whether an expression starts afresh: a constant, an empty or new container, a new tensor."""
     if isinstance(value, (ast.Tuple, ast.List)):
-        return all(_is_fresh(element) for element in value.elts)
+        return all(is_fresh(element) for element in value.elts)
     if isinstance(value, ast.Call):
         called = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
         return called in _MAKERS or called in ("detach", "item")

@@ -61,16 +61,17 @@ class ContextGuard:
         source: SourceLine | None = None,
     ) -> Hook:
         """`hook` under watch; `who` is its name in a finding. `may_switch`: modes of submodules are its to set."""
-        world, calls = self._world, 0
+        world, calls, has_offended = self._world, 0, False
 
         def watched(state: RunState) -> None:
-            nonlocal calls
+            nonlocal calls, has_offended
             calls += 1
-            thorough = not may_switch and (calls <= 2 or calls % 64 == 0)
+            thorough = not may_switch and (calls <= 2 or calls % 64 == 0 or has_offended)
             modules = self._modules() if thorough else None
             before = world()
             hook(state)
             if world() != before or (modules is not None and self._changed(modules, may_freeze)):
+                has_offended = True  # from now on it is put back each time
                 self._settle(before, modules, who, may_freeze, source or _line_of(hook), state)
 
         return watched

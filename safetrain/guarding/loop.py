@@ -61,7 +61,7 @@ class LossWeightGuard(Callback):
             return
         # Only foreign loops hand over a loss that was scaled already.
         scaled = self._any_events and state.scaler is not None and state.scaler.is_enabled()
-        self._weight = rules.loss_weight(state.micro_loss, scaled=scaled)
+        self._weight = rules.loss_weight(state.micro_loss, scaled=scaled, shared=not self._any_events)
         if not self._any_events and self._weight is not None and self._weight.count:
             self._window.append(self._weight)
 
@@ -276,11 +276,11 @@ class ModeGuard(Callback):
         layers = rules.mode_dependent(state.model)
         if not layers:
             return
-        calls = find_method_calls("eval")
+        calls = [*find_method_calls("eval"), *find_method_calls("train", argument=False)]
         kinds = sorted({type(m).__name__ for _, m in layers})
         self._report.add(
             rules.mode_finding(
-                type(state.model).__name__, calls[0] if calls else None, self._first, " and ".join(kinds)
+                type(state.model).__name__, calls[0] if len(calls) == 1 else None, self._first, " and ".join(kinds)
             ),
             step=state.current_step,
         )
@@ -438,7 +438,7 @@ class SnapshotGuard(Callback):
                 continue
             if known is not None and known[0] == key and known[1] < state.step:
                 self._told.add(path)
-                self._report.add(rules.aliased_finding(path), step=max(1, state.step))
+                self._report.add(rules.aliased_finding(path, rules.line_of_snapshot(path)), step=max(1, state.step))
             elif known is None or known[0] != key:
                 self._seen[path] = (key, state.step)
                 self._fresh = True

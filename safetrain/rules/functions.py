@@ -13,6 +13,7 @@ from torch.autograd.function import BackwardCFunction
 
 from safetrain.findings import Finding, SourceLine, rule
 from safetrain.graph import format_bytes, grad_fn_of, saved_tensors, walk
+from safetrain.graph.storing import flat_targets
 from safetrain.graph.walk import SavedFreed, is_leaf_node
 from safetrain.rules.graph import CYCLE
 from safetrain.source import USER, grade, line_text
@@ -81,9 +82,12 @@ def _variable(node: Any) -> Any:
     return node.variable
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    values = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else (value,)
-    return [v for v in values if issubclass(type(v), Tensor)]
+def _tensors(value: Any, depth: int = 3) -> list[Tensor]:
+    """Tensors in a value, up to three containers deep."""
+    if issubclass(type(value), Tensor):
+        return [value]
+    inside = value if type(value) in (list, tuple) else value.values() if type(value) is dict else ()
+    return [t for item in inside for t in _tensors(item, depth - 1)] if depth else []
 
 
 def _cycle(function: type, name: str, tensor: Tensor) -> Finding:
@@ -131,7 +135,7 @@ def _store_on_ctx(function: type, name: str) -> SourceLine | None:
             if isinstance(node, (ast.AnnAssign, ast.AugAssign))
             else []
         )
-        return any(isinstance(t, ast.Attribute) and t.attr == name for t in targets)
+        return any(isinstance(t, ast.Attribute) and t.attr == name for t in flat_targets(targets))
 
     return _line_in(function, stores)
 
@@ -183,6 +187,9 @@ def _unused(node: Any, function: type) -> Iterable[Finding]:
 
 def unread_saved(backward: ast.AST, count: int) -> list[int]:
     """Positions of `count` saved tensors that the source of a `backward` never reads."""
+    for node in ast.walk(backward):
+        for child in ast.iter_child_nodes(node):
+            child.parent = node  # type: ignore[attr-defined]
     reads = [
         n for n in ast.walk(backward) if isinstance(n, ast.Attribute) and n.attr in ("saved_tensors", "saved_variables")
     ]
@@ -192,10 +199,41 @@ def unread_saved(backward: ast.AST, count: int) -> list[int]:
             for n in ast.walk(backward)
         )
         return [] if passes_ctx_on else list(range(count))
+    names = [n for n in ast.walk(backward) if isinstance(n, ast.Name)]
+    used = {n.id for n in names if isinstance(n.ctx, ast.Load)}
+    of_saved: list[ast.AST] = list(reads)  # expressions whose value is the tuple of saved tensors
     for node in ast.walk(backward):
         if isinstance(node, ast.Assign) and node.value in reads and len(reads) == 1 and len(node.targets) == 1:
             target = node.targets[0]
             if isinstance(target, (ast.Tuple, ast.List)) and len(target.elts) == count:
-                used = {n.id for n in ast.walk(backward) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
                 return [i for i, e in enumerate(target.elts) if isinstance(e, ast.Name) and e.id not in used]
-    return []
+            if isinstance(target, ast.Name):  # saved = ctx.saved_tensors
+                of_saved = [n for n in names if n.id == target.id and n is not target]
+    read = _constant_indices(backward, of_saved)
+    return [] if read is None else [i for i in range(count) if i not in {at % count for at in read}]
+
+
+def _constant_indices(tree: ast.AST, of: list[ast.AST]) -> set[int] | None:
+    """The indices at which these expressions are read; None when they are used in any other way."""
+    at: set[int] = set()
+    indexed = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and node.value in of:
+            try:
+                index = ast.literal_eval(node.slice)
+            except ValueError:
+                return None
+            if type(index) is not int:
+                return None
+            at.add(index)
+            indexed += 1
+    return at if of and indexed == len(of) else None
+
+
+def _picked(read: ast.AST, count: int) -> int | None:
+    """Which one is read by `ctx.saved_tensors[1]`; None for any other use."""
+    parent = getattr(read, "parent", None)
+    if isinstance(parent, ast.Subscript) and isinstance(parent.slice, ast.Constant):
+        index = parent.slice.value
+        return index if isinstance(index, int) and 0 <= index < count else None
+    return None

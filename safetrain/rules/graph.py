@@ -27,6 +27,8 @@ from safetrain.graph import (
     graph_owners,
     is_freed,
     mark_of,
+    marks_reached,
+    only_rebinds,
     owned_tensors,
     pinned,
     storing_line,
@@ -34,7 +36,7 @@ from safetrain.graph import (
 )
 from safetrain.graph.holders import Wanted, climb
 from safetrain.source import LIBRARY, USER, frame_locals, grade, line_text, user_frame, with_text
-from safetrain.source.syntax import carried_names
+from safetrain.source.syntax import carried_names, is_call_of, lines_where, scope_of, statement_at
 
 RETAINED = rule(
     "G101", "graph-retained", "warning", "a graph built in an earlier step is still reachable after the next step ended"
@@ -168,12 +170,19 @@ def findings_of(
     """Findings for holders, without those that are bounded or were `told` before."""
     files = files_of(model)
     findings = []
-    for holder in holders:
+    for holder in _without_views(holders, files):
         if len(holder.steps) < at_least or is_window(holder, files) or (told is not None and told.knows(holder)):
             continue
         stored, made = lines.get(holder.root.label + holder.name, (None, None))
         findings.append(_retained(holder, files, model, stored, made, entry))
     return findings
+
+
+def _without_views(holders: Sequence[Holder], files: Sequence[str]) -> list[Holder]:
+    """Without variables that are bound anew each time and show only what another holder keeps."""
+    views = [holder for holder in holders if only_rebinds(holder, files)]
+    keepers = [holder for holder in holders if holder not in views]
+    return [h for h in holders if h not in views or not any(h.steps <= keeper.steps for keeper in keepers)]
 
 
 def is_window(holder: Holder, files: Sequence[str] = ()) -> bool:
@@ -289,8 +298,15 @@ def find_attached_metrics(names: Iterable[str], source: SourceLine | None = None
 
 
 def find_eval_graphs(holders: Sequence[Holder], model: nn.Module | None, *, told: Told | None = None) -> list[Finding]:
-    """Holders of what an evaluation computed with gradients on."""
-    return findings_of(holders, model, lines={}, entry=EVAL, told=told)
+    """Holders of what an evaluation computed with gradients on, apart from a variable that its last batch left over."""
+    kept = [holder for holder in holders if not _is_left_over(holder)]
+    return findings_of(kept, model, lines={}, entry=EVAL, told=told)
+
+
+def _is_left_over(holder: Holder) -> bool:
+    if len(holder.path) > 1 or not isinstance(holder.path[0], Tensor):
+        return False
+    return sum(mark.kind == "eval" for mark in marks_reached(holder.path[0], limit=4_000)) <= 1
 
 
 def eval_built_graphs(output: Tensor, model: nn.Module | None, source: SourceLine | None) -> Finding:
@@ -341,12 +357,32 @@ def find_attached_grads(named_parameters: Iterable[tuple[str, Tensor]], *, unuse
         GRAD.finding(
             f"{len(names)} gradients carry a graph that {what}: `{names[0]}.grad` was made with create_graph=True",
             params=names,
+            source=_line_of_create_graph(),
             holder=f"`{names[0]}.grad`",
             pinned_bytes=size.bytes,
             cause="a gradient with a graph and its parameter keep each other alive; no collector frees them",
             fix=_FIXES["G105"],
         )
     ]
+
+
+def _line_of_create_graph() -> SourceLine | None:
+    """The one `….backward(create_graph=…)` of a running function, else of the files, if there is one only."""
+
+    def asks(node: ast.AST) -> bool:
+        return is_call_of(node, "backward") and any(
+            keyword.arg == "create_graph" and not (isinstance(keyword.value, ast.Constant) and not keyword.value.value)
+            for keyword in node.keywords  # type: ignore[attr-defined]
+        )
+
+    for frame in _running_frames():
+        filename = frame.f_code.co_filename
+        statement = statement_at(filename, frame.f_lineno) if grade(filename) == USER else None
+        lines = lines_where(filename, asks, inside=scope_of(statement)) if statement is not None else []
+        if lines:
+            return lines[0] if len(lines) == 1 else None
+    lines = [line for filename in files_of(None) for line in lines_where(filename, asks)]
+    return lines[0] if len(lines) == 1 else None
 
 
 # ---------------------------------------------------------------------- G106
@@ -359,20 +395,34 @@ def find_cycle(wanted: Wanted) -> tuple[list[Tensor], list[str]]:
 
 
 def graph_cycle(
-    owners: Sequence[Tensor], chain: Sequence[str], model: nn.Module | None, *, collected: bool = True
+    owners: Sequence[Tensor],
+    chain: Sequence[str],
+    model: nn.Module | None,
+    *,
+    collected: bool = True,
+    searched: bool = True,
 ) -> Finding:
-    """No name leads to these graphs: they died when the cycle collector ran, or (not `collected`) not even then."""
-    size = measure(owners, model)
-    entry = CYCLE if collected else RETAINED
-    return entry.finding(
-        "graphs of earlier steps die only when Python's cycle collector runs" + f" ({size.describe()} until then)"
-        if collected
-        else f"graphs of earlier steps are held by a cycle that no collector sees, and never die ({size.describe()})",
-        holder=" → ".join(chain) if chain else "a cycle",
+    """No name was found for these graphs: they died when the cycle collector ran, or (not `collected`) not even then.
+
+    Without `searched` the search for a name ran out of time, so what does not die by a collection may well have one.
+    """
+    size = measure(owners, model).describe()
+    if collected:
+        message = f"graphs of earlier steps die only when Python's cycle collector runs ({size} until then)"
+    elif searched:
+        message = f"graphs of earlier steps stay alive; no name leads to them, and a collection frees none ({size})"
+    else:
+        message = f"graphs of earlier steps stay alive ({size}); the search for what holds them ran out of time"
+    in_a_cycle = "an object that holds a tensor is reachable from that tensor's own graph (ctx, hook or closure)"
+    return (CYCLE if collected else RETAINED).finding(
+        message,
+        holder=" → ".join(chain) or None,
         op=type(grad_fn_of(owners[0])).__name__ if owners else None,
-        pinned_bytes=size.bytes,
-        cause="an object that holds a tensor is reachable from that tensor's own graph (ctx, hook or closure)",
-        fix="use ctx.save_for_backward in a Function; in a hook, do not refer to the tensor that it is registered on",
+        pinned_bytes=measure(owners, model).bytes,
+        cause=in_a_cycle if collected else None,
+        fix="use ctx.save_for_backward in a Function; in a hook, do not refer to the tensor that it is registered on"
+        if searched
+        else _STORE_DETACHED,
     )
 
 
@@ -497,6 +547,9 @@ def find_exception_holders(error: BaseException | None, model: nn.Module | None 
     held: list[tuple[str, str, Tensor]] = []
     seen: set[int] = set()
     running = {id(frame) for frame in _running_frames()}
+    catcher = error.__traceback__.tb_frame if error is not None and error.__traceback__ is not None else None
+    if catcher is not None and (id(catcher) not in running or grade(catcher.f_code.co_filename) != USER):
+        catcher = None
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         tb: TracebackType | None = error.__traceback__
@@ -511,7 +564,7 @@ def find_exception_holders(error: BaseException | None, model: nn.Module | None 
         return []
     name, function, _ = held[0]
     size = measure([tensor for _, _, tensor in held], model)
-    frame = user_frame()
+    frame = catcher or user_frame()
     source = (
         SourceLine(frame.f_code.co_filename, frame.f_lineno, line_text(frame.f_code.co_filename, frame.f_lineno))
         if frame
@@ -538,6 +591,12 @@ def _running_frames() -> Iterable[FrameType]:
 
 
 def start_trace(holder: Holder) -> StoreTrace | None:
-    """Trace the next step for the line that stores into `holder`; None when nothing can be traced."""
+    """Trace the next step for the line that stores into `holder`; None when nothing can be traced.
+
+    Only this thread is traced: of a local variable of another one it would see a change, and name a line of its own.
+    """
+    code = holder.root.code
+    if code is not None and not any(frame.f_code is code for frame in _running_frames()):
+        return None
     trace = StoreTrace(holder)
     return trace if trace.start() else None

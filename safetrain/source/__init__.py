@@ -110,6 +110,20 @@ def traceback_line(tb: TracebackType | None) -> SourceLine | None:
     return best
 
 
+def ended_calls(frame: FrameType | None) -> list[FrameType]:
+    """`frame` and those that called it, as far as they have ended: a traceback that is kept keeps them all."""
+    running = set()
+    here: FrameType | None = sys._getframe(1)
+    while here is not None:
+        running.add(here)
+        here = here.f_back
+    ended = []
+    while frame is not None and frame not in running:
+        ended.append(frame)
+        frame = frame.f_back
+    return ended
+
+
 def frame_locals(frame: FrameType) -> dict[str, Any]:
     """A copy of a running frame's local names that leaves nothing behind.
 

@@ -60,6 +60,19 @@ def class_at(filename: str, name: str) -> ast.ClassDef | None:
     )
 
 
+def scope_of_code(code: CodeType) -> ast.AST | None:
+    """The definition of a function's code; of a module's code, the whole file."""
+    tree = tree_of(code.co_filename)
+    if tree is None or code.co_name == "<module>":
+        return tree
+    for node in ast.walk(tree):
+        if isinstance(node, _Function):
+            first = min((node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))))
+            if first == code.co_firstlineno and getattr(node, "name", "<lambda>") == code.co_name:
+                return node
+    return None
+
+
 def scope_of(node: ast.AST) -> ast.AST:
     """The function around a node, else its module."""
     here = node
@@ -214,15 +227,16 @@ def carried_names(filename: str, line: int) -> Iterator[tuple[str, ast.stmt]]:
     if here is None:
         return
     targets = assigned_names(here)
-    events: list[tuple[int, int, str, str, ast.stmt]] = []
+    events: list[tuple[int, int, int, str, str, ast.stmt]] = []
     for node in ast.walk(here):
         if isinstance(node, ast.Name) and scope_of(node) is scope_of(here) and node.id not in targets:
             statement = _statement_of(node)
             # Within a statement its value is read before its targets are bound.
             order = 1 if isinstance(node.ctx, ast.Store) else 0
-            events.append((statement.lineno, order, node.id, "store" if order else "load", statement))
+            kind = "store" if order else "load"
+            events.append((statement.lineno, statement.col_offset, order, node.id, kind, statement))
     first_load: dict[str, int] = {}
-    for at, (_, _, name, kind, statement) in enumerate(sorted(events, key=lambda e: e[:2])):
+    for at, (*_, name, kind, statement) in enumerate(sorted(events, key=lambda e: e[:3])):
         if kind == "load":
             first_load.setdefault(name, at)
         elif name in first_load:

@@ -15,6 +15,7 @@ from safetrain.rules.loop.catalogue import (
     ACCUMULATION_SCALE,
     ALIASED_SNAPSHOT,
     BATCHNORM_BATCH,
+    CHECKPOINT_GRANULARITY,
     CHECKPOINT_INPUT,
     CONTEXT_LEAK,
     FROZEN_BUT_MOVING,
@@ -31,6 +32,7 @@ from safetrain.rules.loop.compiled import (
     find_compile_trouble,
     read_compile_counts,
 )
+from safetrain.rules.loop.granularity import find_checkpoint_granularity
 from safetrain.rules.loop.modes import (
     ModeLeft,
     TrainModeInEval,
@@ -54,6 +56,7 @@ from safetrain.rules.loop.resume import (
     ResumeGaps,
     aliased_finding,
     find_aliased_snapshots,
+    line_of_snapshot,
 )
 from safetrain.rules.loop.weights import (
     LossWeight,
@@ -70,6 +73,7 @@ __all__ = [
     "ACCUMULATION_SCALE",
     "ALIASED_SNAPSHOT",
     "BATCHNORM_BATCH",
+    "CHECKPOINT_GRANULARITY",
     "CHECKPOINT_INPUT",
     "CONTEXT_LEAK",
     "FROZEN_BUT_MOVING",
@@ -94,10 +98,12 @@ __all__ = [
     "find_aliased_snapshots",
     "find_batchnorm_batch",
     "find_changed_modes",
+    "find_checkpoint_granularity",
     "find_compile_trouble",
     "find_frozen_but_moving",
     "find_loop_faults",
     "find_train_mode_in_eval",
+    "line_of_snapshot",
     "loop_judges",
     "loss_weight",
     "mark_buffers",

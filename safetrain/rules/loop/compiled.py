@@ -65,7 +65,17 @@ def read_compile_counts() -> CompileCounts | None:
     return counts
 
 
-_SYNCS = ("item", "tolist", "numpy", "data-dependent", "data dependent", "scalar", "_local_scalar_dense", "bool")
+_SYNCS = (
+    "generic_jump",
+    "item",
+    "tolist",
+    "numpy",
+    "data-dependent",
+    "data dependent",
+    "scalar",
+    "_local_scalar_dense",
+    "bool",
+)
 
 
 def find_compile_trouble(counts: CompileCounts, *, recompiles: int = 5) -> list[Finding]:

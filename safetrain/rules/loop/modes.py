@@ -62,10 +62,9 @@ def mode_finding(
     """L501: training goes on in eval mode."""
     source = text_of(source)
     text = f" (`{source.text}`)" if source is not None and source.text else ""
+    where = f": {module}.eval() was called at {line_of(source)}{text} and nothing switched back" if source else ""
     return MODE_NOT_RESTORED.finding(
-        f"training goes on in eval mode: {module}.eval() was called at {line_of(source)}{text} and nothing switched "
-        f"back. {layers} "
-        "have no effect on these steps (`training` is False).",
+        f"training goes on in eval mode{where}. {layers} have no effect on these steps (`training` is False).",
         first_step=first_step,
         source=source,
         module=module,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -11,12 +12,14 @@ from torch import Tensor, nn
 from safetrain.findings import Finding, SourceLine
 from safetrain.foreign.events import LoopEvent
 from safetrain.foreign.facts import POSITION_KEYS
+from safetrain.graph.storing import flat_targets, names
 from safetrain.rules.loop.catalogue import (
     ALIASED_SNAPSHOT,
     RESUME_INCOMPLETE,
     text_of,
 )
-from safetrain.source.reading import reads_key
+from safetrain.source.reading import reads_key, user_files
+from safetrain.source.syntax import is_call_of, lines_where
 
 
 class ResumeGaps:
@@ -165,6 +168,24 @@ def _search_aliases(path: str, value: Any, live: set[int], found: dict[str, int]
     elif depth and hasattr(value, "__dict__") and not issubclass(type(value), (nn.Module, type)):
         for key, item in list(vars(value).items())[:64]:
             _search_aliases(f"{path}.{key}", item, live, found, depth - 1)
+
+
+def line_of_snapshot(path: str) -> SourceLine | None:
+    """The one statement of the user's files that binds the path's last name to a `state_dict()` or named tensors."""
+    names_of_path = re.findall(r"(\.?)([A-Za-z_]\w*)", re.sub(r"\[.*?\]", "", path))
+    if not names_of_path:
+        return None
+    dot, name = names_of_path[-1]
+
+    def binds(node: ast.AST) -> bool:
+        return (
+            isinstance(node, ast.Assign)
+            and any(names(target, name, bool(dot)) for target in flat_targets(node.targets))
+            and any(is_call_of(inner, "state_dict", "named_parameters", "named_buffers") for inner in ast.walk(node))
+        )
+
+    lines = [line for filename in user_files() for line in lines_where(filename, binds)]
+    return lines[0] if len(lines) == 1 else None
 
 
 def _shares(tensor: Tensor, live: set[int]) -> bool:

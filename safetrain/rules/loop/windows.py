@@ -157,6 +157,8 @@ class Windows:
         weights = [m.weight for m in micros]
         if "scale" in self._told or any(w is None or not w.count or abs(w.factor - 1.0) > 1e-6 for w in weights):
             return
+        if any(w is not None and w.reduction.endswith("by count") for w in weights):
+            return  # what it was divided by may well be the whole window's count
         if not any(n == len(micros) for n in batches.values()):
             return
         if micros[0].batches == micros[-1].batches and len(micros) > 1 and not _window_was_gathered(micros):
@@ -203,6 +205,8 @@ def uneven_finding(reduction: str, counts: Sequence[float], ratio: float, event:
     """L503 for micro-batches whose mean losses run over unequal numbers of elements."""
     low, high = min(counts), max(counts)
     what = "cross_entropy with ignore_index" if reduction.startswith("NllLoss") else f"a mean ({reduction})"
+    if reduction.endswith("by count"):
+        what = "a sum divided by its own count"
     return ACCUMULATION_SCALE.finding(
         f"the micro-batches of a window average over unequal counts ({low:g} to {high:g} tokens or elements; "
         f"{what}), and their "

@@ -89,6 +89,38 @@ def test_memory_is_read_at_each_phase_and_the_graph_shows():
     assert "memory/start_mb" not in evaluation
 
 
+def test_the_bytes_after_forward_have_owners():
+    rows = Rows()
+    model = nn.Sequential(nn.Linear(8, 20_000), nn.BatchNorm1d(20_000), nn.Linear(20_000, 3))
+    make_trainer(MemoryMonitor(), rows, model=model, max_steps=4, log_every=2, accumulate=2).fit(make_data())
+    owned = {key.split("/")[-1]: value for key, value in rows.rows[-1].items() if "by_owner" in key}
+    weights_mb = sum(p.nbytes for p in model.parameters()) / 1e6
+    assert owned["parameters_mb"] == pytest.approx(weights_mb)
+    assert owned["optimizer_state_mb"] == pytest.approx(2 * weights_mb, rel=1e-3)
+    assert owned["buffers_mb"] == pytest.approx(2 * 20_000 * 4 / 1e6, rel=1e-3)
+    assert owned["gradients_mb"] == pytest.approx(weights_mb)  # of the first of two micro-batches
+    # Both outputs are kept for backward: 16 samples x 20,000 features x 4 bytes each.
+    assert owned["activations_mb"] == pytest.approx(2 * 16 * 20_000 * 4 / 1e6, rel=0.2)
+
+
+def test_growth_is_shown_as_a_slope():
+    rows, kept = Rows(), []
+    trainer = make_trainer(MemoryMonitor(), rows, max_steps=60, log_every=4)
+    trainer.on_step = lambda step: kept.append(torch.zeros(10_000))
+    trainer.fit(make_data())
+    assert "memory/growth_kb_per_step" not in rows.rows[5]
+    assert rows.rows[-1]["memory/growth_kb_per_step"] == pytest.approx(40, rel=0.2)
+    assert 0 <= rows.rows[-1]["memory/fragmentation"] < 1
+
+
+def test_a_summary_of_the_allocator_needs_cuda(tmp_path):
+    with pytest.raises(ConfigError, match="summary_every=0 must be at least 1"):
+        MemoryMonitor(summary_every=0)
+    trainer = make_trainer(MemoryMonitor(summary_every=5), max_steps=1, run_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"what CUDA's allocator says, and this run is on cpu; remove it, or"):
+        trainer.fit(make_data())
+
+
 def test_memory_is_not_read_between_rows():
     class Counting:
         name, calls = "counting", 0

@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from safetrain.callbacks import Callback, LrMonitor, MemoryMonitor, Saving, TensorBoard, Throughput
+from safetrain.callbacks.memory import OWNERS as memory_owners
 from safetrain.errors import ConfigError
 
 
@@ -63,6 +64,70 @@ def test_norms_by_layer_are_those_of_the_gradients_and_add_up_to_the_total(tmp_p
             assert layers[name][step] == pytest.approx(by_hand[step][name], rel=1e-5)
         assert sum(layers[name][step] ** 2 for name in layers) ** 0.5 == pytest.approx(total[step], rel=1e-5)
     assert 3 not in layers["0"]
+
+
+def test_update_ratios_say_how_far_each_layer_moved(tmp_path):
+    """Layers of fewer than 4,096 entries are measured whole; a bigger one by a sample."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 900), nn.ReLU(), nn.Linear(900, 3))
+    before, ratios = {}, {}
+
+    class ByHand(Callback):
+        def on_backward_end(self, state):
+            before.update({name: p.detach().clone() for name, p in model.named_parameters()})
+
+        def on_step_end(self, state):
+            moved = {name: p.detach() - before[name] for name, p in model.named_parameters()}
+            for layer in ("0", "2"):
+                norms = [
+                    torch.cat([v[f"{layer}.{kind}"].flatten() for kind in ("weight", "bias")]).norm()
+                    for v in (moved, before)
+                ]
+                ratios[layer, state.step] = float(norms[0] / norms[1])
+
+    make_trainer(ByHand(), TensorBoard(), model=model, max_steps=5, log_every=2, run_dir=tmp_path).fit(make_data())
+    events = read(tmp_path)
+    for step in (1, 2, 4):
+        assert scalars(events, "update_ratio/2")[step] == pytest.approx(ratios["2", step], rel=1e-4)
+        assert scalars(events, "update_ratio/0")[step] == pytest.approx(ratios["0", step], rel=0.2)
+    assert set(scalars(events, "update_ratio/0")) == {1, 2, 4}
+
+
+def test_dead_and_exploding_layers_are_counted(tmp_path):
+    class Sick(SmallTrainer):
+        def training_step(self, batch):
+            x, y = batch
+            hidden = self.model[0](x).relu() * 0  # no gradient goes through zero
+            scale = 1e4 if self.state.current_step == 10 else 1.0
+            return nn.functional.cross_entropy(self.model[1](hidden + x), y) * scale
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3), nn.Linear(3, 3))  # the last is never called
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    trainer = Sick(
+        model, optimizer, callbacks=[TensorBoard()], guards="off", max_steps=12, log_every=1, run_dir=tmp_path
+    )
+    trainer.fit(make_data())
+    events = read(tmp_path)
+    assert set(scalars(events, "gradients/dead_layers").values()) == {2.0}
+    assert [step for step, count in scalars(events, "gradients/exploding_layers").items() if count] == [10]
+
+
+def test_owners_are_stacked_each_on_those_before(tmp_path):
+    rows = []
+
+    class Last(Callback):
+        def on_log(self, state):
+            rows.append(dict(state.row))
+
+    make_trainer(MemoryMonitor(), TensorBoard(), Last(), max_steps=3, log_every=1, run_dir=tmp_path).fit(make_data())
+    events = read(tmp_path)
+    tags = sorted(tag for tag in events.Tags()["scalars"] if tag.startswith("memory_stacked/"))
+    assert [tag.split("_plus_")[-1] for tag in tags[1:]] == [
+        "buffers_mb", "optimizer_state_mb", "gradients_mb", "activations_mb",
+    ]  # fmt: skip
+    owned = [rows[-1][f"memory/by_owner/{owner}_mb"] for owner in memory_owners]
+    for number, tag in enumerate(tags, 1):
+        assert scalars(events, tag)[3] == pytest.approx(sum(owned[:number]), rel=1e-5)
 
 
 def test_sparse_and_half_precision_gradients_have_norms_too(tmp_path):
@@ -178,8 +243,10 @@ def test_it_keeps_no_gradient_alive(tmp_path):
     tensorboard.on_fit_start(trainer.state)
     model(torch.randn(4, 8)).sum().backward()
     tensorboard.on_backward_end(trainer.state)
-    held = [v for _, vectors in tensorboard._norms.values() for v in vectors]
+    held = [v for _, vectors in tensorboard._layers._norms.values() for v in vectors]
     assert sum(v.untyped_storage().nbytes() for v in held) == 4 * len(list(model.parameters()))
+    tensorboard.on_step_end(trainer.state)
+    assert not tensorboard._layers._before
     tensorboard.on_fit_end(trainer.state)
 
 

@@ -187,7 +187,7 @@ class AutoCheckpoint(Callback):
                 sum(seconds(call.recompute_start, call.recompute_end) for call in block),
                 sum(seconds(call.forward_start, call.forward_end) for call in block),
             )
-            sizes = tuple((call.kept_bytes, call.left_out_bytes) for call in block)
+            sizes = tuple(call.left_out_bytes for call in block)
             equal[type(self.blocks[name]), self.modes[name], sizes].append(name)
         return {
             name: (median(times[n][0] for n in names), median(times[n][1] for n in names))

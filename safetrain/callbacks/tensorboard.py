@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
-from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from safetrain.callbacks.base import Callback
+from safetrain.callbacks.layer_health import LayerHealth
+from safetrain.callbacks.memory import OWNERS
 from safetrain.callbacks.run_dir import unwritable, writable_run_dir
 
 if TYPE_CHECKING:
@@ -22,25 +20,39 @@ LAYOUT = {
         "loss": ["Multiline", ["(train|val)/loss$"]],
         "learning rate": ["Multiline", ["^lr/", "train/lr"]],
     },
-    "memory": {"MB by phase": ["Multiline", ["memory/(start|after_.*|evaluation|peak)_mb"]]},
+    "memory": {
+        "MB by phase": ["Multiline", ["memory/(start|after_.*|evaluation|peak)_mb"]],
+        "MB by owner after forward: each line with all below it": ["Multiline", ["memory_stacked/.*"]],
+        "growth, kB a step": ["Multiline", ["memory/growth_kb_per_step"]],
+        "reserved but not in use (share); allocation retries": [
+            "Multiline",
+            ["memory/fragmentation", "memory/alloc_retries"],
+        ],
+        "steps split because memory ran out": ["Multiline", ["memory/oom_splits"]],
+    },
     "gradients": {
         "total norm before clipping": ["Multiline", ["train/grad_norm"]],
         "norm by layer": ["Multiline", ["grad_norm/.*"]],
+        "update over weight by layer": ["Multiline", ["update_ratio/.*"]],
+        "dead and exploding layers": ["Multiline", ["gradients/(dead|exploding)_layers"]],
     },
 }
 """The custom scalars page: what belongs on one chart."""
 
 
 class TensorBoard(Callback):
-    """Writes events into the run directory: every value of every row, and the gradient norm of each layer.
+    """Writes events into the run directory: every value of every row, and how each layer fares.
 
-    A layer is a module that owns parameters; `grad_norm/<module>` is the norm over its own, unscaled and before
-    clipping. Norms are taken on logging steps only and read with the row, in one transfer.
+    A layer is a module that owns parameters. `grad_norm/<module>` is the norm over its gradients, unscaled and before
+    clipping; `update_ratio/<module>` how far the step moved its weights, relative to their norm, over up to 4,096
+    entries of each; `gradients/dead_layers` and `gradients/exploding_layers` count those without any gradient, and
+    those with one that is not finite or a hundred times what was usual. All on logging steps only, read with the row.
+    `memory_stacked/…` are the owners' bytes of the row, each with all before it: TensorBoard has no stacked chart.
     The resolved `config.yaml` and the `findings.jsonl` of the run directory are shown as text. A resumed run hides what
     was written beyond the step it resumed from.
 
     Args:
-        layers: whether to log the norm of each layer.
+        layers: whether to log these numbers by layer.
         folder: where to write; default: the run directory.
 
     Raises:
@@ -48,10 +60,9 @@ class TensorBoard(Callback):
     """
 
     def __init__(self, *, layers: bool = True, folder: str | Path | None = None) -> None:
-        self._layers = layers
+        self._layers = LayerHealth() if layers else None
         self._folder = Path(folder) if folder is not None else None
         self._writer: Any = None
-        self._norms: dict[tuple[str, ...], tuple[list[str], list[Tensor]]] = {}
         self._findings_seen = -1
 
     def on_fit_start(self, state: RunState) -> None:
@@ -75,18 +86,21 @@ class TensorBoard(Callback):
 
     def on_backward_end(self, state: RunState) -> None:
         """Queue the norms of the gradients about to be used; nothing is read here."""
-        if state.is_logging_step and self._layers:
-            self._norms[state.stepping] = _gradient_norms(state)
+        if state.is_logging_step and self._layers is not None:
+            self._layers.before_step(state)
+
+    def on_step_end(self, state: RunState) -> None:
+        """Queue how far the weights moved."""
+        if state.is_logging_step and self._layers is not None:
+            self._layers.after_step()
 
     def on_log(self, state: RunState) -> None:
-        """Write the row, and read and write the norms."""
+        """Write the row, and read and write the numbers by layer."""
         if self._writer is None:
             return
-        for key, value in state.row.items():
+        layers = self._layers.read() if self._layers is not None else {}
+        for key, value in (*state.row.items(), *layers.items(), *_stacked(state.row).items()):
             self._writer.add_scalar(key, value, state.step)
-        for layer, norm in _by_layer(self._norms).items():
-            self._writer.add_scalar(f"grad_norm/{layer}", norm, state.step)
-        self._norms.clear()
         self._write_findings(state)
 
     def on_eval_end(self, state: RunState) -> None:
@@ -118,33 +132,19 @@ class TensorBoard(Callback):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        self._norms.clear()
+        if self._layers is not None:
+            self._layers.clear()
 
 
-@torch.no_grad()
-def _gradient_norms(state: RunState) -> tuple[list[str], list[Tensor]]:
-    """Names of the parameters about to be stepped, and their gradients' 2-norms: one float32 vector a device."""
-    stepping = state.stepping or tuple(state.optimizers)
-    chosen = {id(p) for name in stepping for group in state.optimizers[name].param_groups for p in group["params"]}
-    by_device: dict[torch.device, tuple[list[str], list[Tensor]]] = defaultdict(lambda: ([], []))
-    for name, param in state.model.named_parameters():
-        grad = param.grad
-        if grad is not None and id(param) in chosen:
-            names, grads = by_device[grad.device]
-            names.append(name)
-            grads.append(grad.coalesce().values() if grad.is_sparse else grad)
-    names = [name for group, _ in by_device.values() for name in group]
-    return names, [torch.stack(torch._foreach_norm(grads, 2, torch.float32)) for _, grads in by_device.values()]
-
-
-def _by_layer(norms: dict[tuple[str, ...], tuple[list[str], list[Tensor]]]) -> dict[str, float]:
-    """Norms read (one host sync a device) and joined over the parameters of each module."""
-    squares: dict[str, float] = defaultdict(float)
-    for names, vectors in norms.values():
-        values = [value for vector in vectors for value in vector.tolist()]
-        for name, value in zip(names, values, strict=True):
-            squares[name.rpartition(".")[0] or name] += value * value
-    return {layer: math.sqrt(square) for layer, square in squares.items()}
+def _stacked(row: Mapping[str, float]) -> dict[str, float]:
+    """The owners' bytes, each with all before it; numbered, so that they are listed from the lowest line up."""
+    total, told = 0.0, {}
+    for number, owner in enumerate(OWNERS, 1):
+        value = row.get(f"memory/by_owner/{owner}_mb")
+        if value is not None:
+            total += value
+            told[f"memory_stacked/{number}_{'plus_' if number > 1 else ''}{owner}_mb"] = total
+    return told
 
 
 def _as_code(text: str) -> str:

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CellType
 from typing import Any
 
@@ -65,8 +65,10 @@ class RegionCall:
     recompute_end: Any = None
     used_before_recompute: int = 0
     used_after_recompute: int = 0
-    kept_bytes: int = 0
-    """Tensors that went in, which the region keeps alive until backward. Known once it ran again."""
+    kept: dict[int, int] = field(default_factory=dict)
+    """Bytes by storage of what went in, which the region keeps alive until backward. Known once it ran again."""
+    kept_only_bytes: int = 0
+    """Of these, what backward inside needs not: without checkpointing the region would not keep it."""
     left_out_bytes: int = 0
     """Tensors that backward needs and that were computed again, without those that went in and the model's own."""
 
@@ -121,7 +123,8 @@ class RegionWatch:
     def _end_again(self, call: RegionCall, kept: dict[int, int], made: dict[int, int]) -> None:
         self._tell(call, "recomputed")
         call.recompute_end, call.used_after_recompute = self._clock.now(), self._meter.read()
-        call.kept_bytes = sum(size for key, size in kept.items() if key not in self._own)
+        call.kept = {key: size for key, size in kept.items() if key not in self._own}
+        call.kept_only_bytes = sum(size for key, size in call.kept.items() if key not in made)
         call.left_out_bytes = sum(size for key, size in made.items() if key not in self._own and key not in kept)
 
     def _tell(self, call: RegionCall, moment: str) -> None:

@@ -222,10 +222,10 @@ class JsonlConfig(Section):
 
 
 class TensorBoardConfig(Section):
-    """TensorBoard events: losses, learning rates, gradient norms, memory by phase, throughput."""
+    """TensorBoard events: losses, learning rates, gradients by layer, memory by phase and owner, throughput."""
 
     layers: bool = True
-    """Log the gradient norm of each layer."""
+    """Log gradient norm and update-to-weight ratio of each layer, and how many layers are dead or explode."""
 
 
 class CheckpointConfig(Section):
@@ -277,7 +277,10 @@ class LrMonitorConfig(Section):
 
 
 class MemoryConfig(Section):
-    """Bytes in use at each phase of a logging step."""
+    """Bytes in use at each phase of a logging step, and whose they are."""
+
+    summary_every: int | None = Field(None, ge=1)
+    """On CUDA, append torch.cuda.memory_summary() to memory_summary.txt after every so many steps."""
 
 
 class ThroughputConfig(Section):

@@ -14,6 +14,7 @@ sampled steps only (`Callback.sampled_hooks`): the first 64, five of every 64 la
 | HookGuard | four steps of 64 | G113 |
 | gradient_guards | coverage, probes and paths, by sampled steps | G109 P201–P205 P207–P213 |
 | loop_guards | modes, BatchNorm, loss weights, compiler, loss scale | A303 A304 L502–L506 L508 L511–L513 |
+| GranularityGuard | the third and fourth step | L507 |
 | FragmentationGuard | backward start, step end (CUDA) | M403 |
 | WorkerGuard | step end (Linux, with loader workers) | M402 |
 | MemoryGuard | step end, evaluation, exceptions | M401 M402 M404 M405 |
@@ -29,6 +30,7 @@ from safetrain.callbacks.base import Callback
 from safetrain.findings import Report
 from safetrain.guarding.finite import finite_guard
 from safetrain.guarding.gradient import gradient_guards
+from safetrain.guarding.granularity import GranularityGuard
 from safetrain.guarding.hooks import HookGuard
 from safetrain.guarding.loop import loop_guards
 from safetrain.guarding.memory import memory_guards
@@ -41,6 +43,7 @@ def default_guards(report: Report, *, gated: bool = False) -> list[Callback]:
     `gated`: the driver keeps Inf and NaN gradients from the weights itself (see `RunState.gated`).
     """
     return [
+        GranularityGuard(report),  # first: it takes times
         AutopsyGuard(report),
         finite_guard(report, gated=gated),
         *retention_guards(report),

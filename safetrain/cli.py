@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import functools
 import importlib
 import os
 import shlex
@@ -342,6 +343,21 @@ def _memory(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _declare_plan(parser: argparse.ArgumentParser) -> None:
+    _declare_config(parser)
+    parser.add_argument("--budget", metavar="SIZE", help="find the fastest settings that fit, e.g. 24GB or 512MiB")
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from safetrain.commands.plan import plan
+    from safetrain.config import file as config_file
+    from safetrain.sizes import parse_bytes
+
+    budget = None if args.budget is None else parse_bytes(args.budget, "--budget")
+    fits = plan(config_file.load(args.file, args.overrides), budget, functools.partial(print, flush=True))
+    return EXIT_OK if fits else EXIT_FAILED
+
+
 def _declare_bisect(parser: argparse.ArgumentParser) -> None:
     _declare_config(parser)
     parser.add_argument(
@@ -428,6 +444,13 @@ VERBS: tuple[Verb | ModuleVerb, ...] = (
         "show whose the bytes of a training step are: a table, and a page with the timeline",
         _memory,
         _declare_memory,
+        takes_overrides=True,
+    ),
+    Verb(
+        "plan",
+        "forecast the memory of a training step, and find the settings that fit a budget; nothing is trained",
+        _plan,
+        _declare_plan,
         takes_overrides=True,
     ),
     Verb(

@@ -181,9 +181,7 @@ class Trainer:
         self._attach_guards(self.state.run_dir)
 
         self._closure_optimizer = next((name for name, opt in named.items() if needs_closure(opt)), None)
-        self._autocast: AbstractContextManager[Any] = nullcontext()
-        if precision != "fp32":
-            self._autocast = torch.autocast(self.device.type, _AUTOCAST[precision])
+        self._autocast = autocast_for(self.device, precision)
         self._stepped: set[str] = set()  # optimizers that stepped since the scaler was last updated
         self.state.micro_batch_size = micro_batch_size
         self._splitter = Splitter(model) if oom == "split" else None
@@ -213,9 +211,8 @@ class Trainer:
         else:
             context = ContextGuard(self.model, self.report, device_type=self.device.type)
             snapshots = SnapshotGuard(self.report, functools.partial(_snapshot_holders, weakref.ref(self)))
-            self.listeners = Listeners(
-                [*default_guards(self.report, gated=self.state.gated), snapshots, *self.callbacks], watch=context.watch_callback
-            )
+            guarding = default_guards(self.report, gated=self.state.gated)
+            self.listeners = Listeners([*guarding, snapshots, *self.callbacks], watch=context.watch_callback)
 
     # ------------------------------------------------------------------ what a subclass writes
 
@@ -878,6 +875,11 @@ class Trainer:
         """The gradients that the named optimizers (default: all) would step."""
         chosen = self._named(names).values()
         return [p.grad for opt in chosen for g in opt.param_groups for p in g["params"] if p.grad is not None]
+
+
+def autocast_for(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
+    """The context in which `training_step` runs."""
+    return nullcontext() if precision == "fp32" else torch.autocast(device.type, _AUTOCAST[precision])
 
 
 class _NonFiniteInClosure(Exception):

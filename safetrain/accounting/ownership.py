@@ -151,6 +151,8 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     supports_higher_order_operators = True
+    counts_fakes = False
+    """Whether fake tensors count with the bytes that they would have."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -187,7 +189,7 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         What the user still keeps when the step is over was never just an activation.
         """
-        key = storage_key(tensor)
+        key = storage_key(tensor, fakes=self.counts_fakes)
         if key is None:
             return
         if key not in self._alive:
@@ -204,14 +206,18 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The meter without this log's own lists."""
         return self._meter.read() - sum(map(sys.getsizeof, (self.blocks, self._alive, self._forward)))
 
+    def bytes_of(self, tensor: Tensor) -> int:
+        """What a tensor's storage takes."""
+        return tensor.untyped_storage().nbytes()
+
     def _is_new(self, tensor: Tensor) -> bool:
-        key = storage_key(tensor)
+        key = storage_key(tensor, fakes=self.counts_fakes)
         if key is None or tensor.device.type == "meta":
             return False
         known = self._alive.get(key)
         if known is None:
             return True
-        size = tensor.untyped_storage().nbytes()
+        size = self.bytes_of(tensor)
         if size > known[1].num_bytes:  # resized: an `out=` that began empty
             self.live_bytes += size - known[1].num_bytes
             known[1].num_bytes = size
@@ -224,7 +230,15 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = storage._cdata
         self.clock += bool(op)
         block = Block(
-            storage.nbytes(), self.clock, op, None, source, module, recomputed, tuple(tensor.shape), str(tensor.dtype)
+            self.bytes_of(tensor),
+            self.clock,
+            op,
+            None,
+            source,
+            module,
+            recomputed,
+            tuple(tensor.shape),
+            str(tensor.dtype),
         )
         self.blocks.append(block)
         self._alive[key] = (weakref.ref(storage, partial(self._died, key)), block)
@@ -280,8 +294,7 @@ class OwnershipProbe(Callback):
         """Begin, when it is this step's turn."""
         if state.step + 1 != self.step:
             return
-        self._meter = meter_for(state.device)
-        log = AllocationLog(self._meter)
+        self._meter, log = self._make_log(state)
         self._phases = {}
         _claim_known(log, state)
         self._claim_held(log, state)
@@ -301,7 +314,7 @@ class OwnershipProbe(Callback):
             log.add(tensor, "inputs")
         for node in walk([grad_fn_of(state.micro_loss)], limit=1_000_000).nodes:
             try:
-                for tensor in saved_tensors(node):
+                for tensor in saved_tensors(node, fakes=log.counts_fakes):
                     log.add(tensor, "activations")
             except SavedFreed:
                 continue
@@ -341,6 +354,10 @@ class OwnershipProbe(Callback):
     def on_exception(self, state: RunState) -> None:
         """The mode must not outlive the step."""
         self._stop()
+
+    def _make_log(self, state: RunState) -> tuple[Meter, AllocationLog]:
+        meter = meter_for(state.device)
+        return meter, AllocationLog(meter)
 
     def _lived_for_backward(self, block: Block) -> bool:
         """Kept by the graph without being a saved tensor: the input of a checkpointed module, what a Function holds."""

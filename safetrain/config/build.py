@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -48,10 +49,12 @@ def build(
     listeners: Iterable[Callback] = (),
     *,
     first: Iterable[Callback] = (),
+    making: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Job:
     """Build everything a config names. Generators are seeded first (`config.seed`); nothing is written.
 
-    `listeners` come after those of the config, `first` before them.
+    `listeners` come after those of the config, `first` before them. `making` gives a context for what has parameters
+    (model, optimizers, Trainer), which the data are built outside of: a forecast makes them without bytes.
 
     Raises:
         ConfigError: a setting does not fit what it names. The message has the config key and a remedy.
@@ -61,13 +64,24 @@ def build(
     device = pick_device(config.device)
     if config.seed is not None:
         rng.seed_everything(config.seed)
-    model = _call_hook(trainer_class, "build_model", "(cls, params) -> nn.Module", params)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"trainer: {trainer_class.__name__}.build_model returned a {type(model).__name__}; return a torch.nn.Module"
-        )
-    model.to(device)  # before the optimizers are made: what is fused depends on it
+    with making():
+        model = build_model(trainer_class, params, device)
     train, val = build_data(trainer_class, params, config, device)
+    with making():
+        trainer = _assemble(trainer_class, model, device, params, config, run_dir, (first, listeners))
+    return Job(trainer, train, val)
+
+
+def _assemble(
+    trainer_class: type[Trainer],
+    model: nn.Module,
+    device: torch.device,
+    params: Any,
+    config: Config,
+    run_dir: Path | None,
+    listeners: tuple[Iterable[Callback], Iterable[Callback]],
+) -> Trainer:
+    """The Trainer with its optimizers, schedules and listeners, those given first and last among them."""
     optimizers = build_optimizers(trainer_class, model, params, config)
     schedulers = build_schedulers(trainer_class, optimizers, params, config)
     own_listeners = trainer_class.build_callbacks(params) if hasattr(trainer_class, "build_callbacks") else ()
@@ -83,13 +97,13 @@ def build(
         deterministic=config.deterministic,
         compile=None if compiling is None else CompileOptions(**as_mapping(compiling)),
         activation_checkpoint=None if recomputing is None else CheckpointOptions(**as_mapping(recomputing)),
-        callbacks=[*first, *own_listeners, *build_callbacks(config.callbacks), *listeners],
+        callbacks=[*listeners[0], *own_listeners, *build_callbacks(config.callbacks), *listeners[1]],
         guards=config.guards,
         strict=config.strict,
         run_dir=run_dir,
     )
     trainer.params = params
-    return Job(trainer, train, val)
+    return trainer
 
 
 # ---------------------------------------------------------------------------------------------- what the user wrote
@@ -132,6 +146,16 @@ def _call_hook(trainer_class: type[Trainer], name: str, signature: str, *args: A
     if not inspect.ismethod(hook):
         raise ConfigError(f"trainer: {trainer_class.__name__}.{name} must be a classmethod; put @classmethod above it")
     return hook(*args)
+
+
+def build_model(trainer_class: type[Trainer], params: Any, device: torch.device) -> nn.Module:
+    """The model from the trainer's `build_model`, on the device. Raises `ConfigError`."""
+    model = _call_hook(trainer_class, "build_model", "(cls, params) -> nn.Module", params)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"trainer: {trainer_class.__name__}.build_model returned a {type(model).__name__}; return a torch.nn.Module"
+        )
+    return model.to(device)  # before the optimizers are made: what is fused depends on it
 
 
 def pick_device(name: str) -> torch.device:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from safetrain.data.batch import rebuild_mapping
 from safetrain.errors import BatchError
@@ -78,7 +79,7 @@ class _Cutter:
         if isinstance(value, np.ndarray):
             return value[rows]
         piece = value.detach()[rows]
-        if piece.data_ptr() % _ALIGNMENT and not piece.is_pinned():
+        if _address(piece) % _ALIGNMENT and not piece.is_pinned():
             piece = piece.clone()
         return piece.requires_grad_() if value.requires_grad else piece
 
@@ -106,3 +107,10 @@ class _Cutter:
                 f"the two counts samples is not clear{_REMEDY}"
             )
         return not as_structure.found
+
+
+def _address(tensor: Tensor) -> int:
+    """Where it begins; a fake tensor, whose storage is nowhere: within its storage."""
+    if isinstance(tensor, FakeTensor):
+        return int(tensor.storage_offset()) * tensor.element_size()
+    return tensor.data_ptr()

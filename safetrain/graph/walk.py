@@ -63,8 +63,10 @@ class SavedFreed(Exception):
 _saved_names: dict[type, tuple[str, ...]] = {}
 
 
-def saved_tensors(node: Any) -> Iterator[Tensor]:
+def saved_tensors(node: Any, *, fakes: bool = False) -> Iterator[Tensor]:
     """The tensors that a node saved for backward, without running unpack hooks (which may recompute a checkpoint).
+
+    Fake tensors are left out unless `fakes`: compilers keep them alive, and they have no bytes.
 
     Raises:
         SavedFreed: a backward has freed them.
@@ -80,10 +82,10 @@ def saved_tensors(node: Any) -> Iterator[Tensor]:
             raise SavedFreed from error
         for one in saved if isinstance(saved, (tuple, list)) else (saved,):
             if one is not None and hasattr(one, "data"):  # older torch says nothing about hooks: nothing is read there
-                yield from _content(node, name, one)
+                yield from _content(node, name, one, fakes)
 
 
-def _content(node: Any, name: str, saved: Any) -> Iterator[Tensor]:
+def _content(node: Any, name: str, saved: Any, fakes: bool) -> Iterator[Tensor]:
     """What a `SavedTensor` holds."""
     packed = saved.data
     if packed is None:
@@ -94,7 +96,7 @@ def _content(node: Any, name: str, saved: Any) -> Iterator[Tensor]:
             raise SavedFreed from error
         return
     for value in packed if isinstance(packed, (tuple, list)) else (packed,):
-        if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+        if isinstance(value, Tensor) and (fakes or not isinstance(value, FakeTensor)):
             yield value
 
 
@@ -148,9 +150,12 @@ def pinned(nodes: Iterable[Any], apart_from: Iterable[Tensor] = ()) -> Pinned:
     return Pinned(count, total, freed)
 
 
-def storage_key(tensor: Tensor) -> int | None:
-    """Identity of a tensor's storage; None for layouts and wrappers (of `torch.func`) without one."""
-    if tensor.layout is not torch.strided or isinstance(tensor, FakeTensor):
+def storage_key(tensor: Tensor, *, fakes: bool = False) -> int | None:
+    """Identity of a tensor's storage; None for layouts and wrappers (of `torch.func`) without one.
+
+    A fake tensor has none unless `fakes`.
+    """
+    if tensor.layout is not torch.strided or (isinstance(tensor, FakeTensor) and not fakes):
         return None
     try:
         key: int = tensor.untyped_storage()._cdata

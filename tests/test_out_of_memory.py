@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from safetrain import memory
+from safetrain import CheckpointError, Trainer, memory
 from safetrain.rules.memory import find_fragmentation
 from safetrain.rules.out_of_memory import find_out_of_memory, is_out_of_memory, requested_bytes
 
@@ -25,7 +27,7 @@ import torch
 from torch import nn
 from safetrain import Trainer
 
-SAMPLES, ROOM, KEEP = {samples}, {room}, {keep}
+SAMPLES, ROOM, KEEP, FIRST, SETTINGS = {samples}, {room}, {keep}, {first}, {settings}
 
 
 def limit():
@@ -37,7 +39,7 @@ class Big(Trainer):
     kept = []
 
     def training_step(self, batch):
-        if self.state.step == 2:
+        if self.state.step == FIRST:
             limit()
         out = self.model(batch)
         if KEEP:
@@ -48,9 +50,9 @@ class Big(Trainer):
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(100, 1000), nn.Tanh(), nn.Linear(1000, 1000), nn.Tanh(), nn.Linear(1000, 1))
-trainer = Big(model, torch.optim.{optimizer}, max_steps=400)
+trainer = Big(model, torch.optim.{optimizer}, **{{"max_steps": 400, **SETTINGS}})
 try:
-    trainer.fit([torch.randn(10, 100)] * 2 + [torch.randn(SAMPLES, 100)] * 398)
+    trainer.fit([torch.randn(10, 100)] * FIRST + [torch.randn(SAMPLES, 100)] * 398)
 except RuntimeError as error:
     assert "allocate memory" in str(error), error
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -59,11 +61,14 @@ for finding in trainer.report.findings:
 """
 
 
+SGD = "SGD(model.parameters(), 0.01)"
+
+
 def run_out(
-    *, samples: int, room: int, keep: bool = False, optimizer: str = "SGD(model.parameters(), 0.01)"
+    *, samples: int, room: int, keep: bool = False, optimizer: str = SGD, first: int = 2, **settings: Any
 ) -> list[dict[str, Any]]:
     """Findings of a training that has `room` bytes of address space left from its third step on."""
-    script = SCRIPT.format(samples=samples, room=room, keep=keep, optimizer=optimizer)
+    script = SCRIPT.format(samples=samples, room=room, keep=keep, optimizer=optimizer, first=first, settings=settings)
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
@@ -71,12 +76,13 @@ def run_out(
 @needs_limit
 @needs_glibc
 def test_a_batch_too_big_is_explained_with_the_module_and_a_smaller_micro_batch() -> None:
-    (finding,) = run_out(samples=8000, room=40_000_000)
+    (finding,) = run_out(samples=8000, room=50_000_000)
     assert (finding["code"], finding["severity"], finding["first_step"]) == ("M404", "error", 3)
     assert finding["message"].startswith("out of memory in forward of ")
     assert "32.0 MB more did not fit beside" in finding["message"]
     assert "parameters 4.4 MB" in finding["message"]
-    assert "micro-batches of 4000 instead of 8000, with accumulate=2" in finding["fix"]
+    assert "micro-batches of 2000 instead of 8000: 8000 save 64.0 MB for backward" in finding["fix"]
+    assert not run_out(samples=8000, room=50_000_000, max_steps=6, micro_batch_size=2000)
 
 
 @needs_limit
@@ -146,3 +152,50 @@ def test_a_fragmented_cache_is_told_with_the_shapes_and_the_setting() -> None:
 )
 def test_a_cache_that_is_merely_big_is_no_fault(stats: dict[str, float]) -> None:
     assert not find_fragmentation(stats)
+
+
+@needs_limit
+@needs_glibc
+def test_the_first_forward_of_a_run_is_explained_too() -> None:
+    (finding,) = run_out(samples=8000, room=50_000_000, first=0)
+    assert (finding["code"], finding["first_step"]) == ("M404", 1)
+    assert "instead of 8000: 8000 save 64.0 MB for backward" in finding["fix"]
+
+
+class Keeps(Trainer):
+    """Something of every owner, when memory runs out in the second layer."""
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = self.model[0](batch)
+        doubled = hidden * 2
+        if self.state.step == 1:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1000000 bytes.")
+        return self.model[1](torch.tanh(doubled)).mean()
+
+
+def test_the_report_names_owners_lines_and_what_user_code_kept() -> None:
+    model = nn.Sequential(nn.Linear(100, 1000), nn.Linear(1000, 1))
+    trainer = Keeps(model, torch.optim.Adam(model.parameters()), max_steps=2)
+    trainer.outputs = [torch.zeros(500, 1000)]  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="allocate memory") as raised:
+        trainer.fit([torch.randn(2000, 100) for _ in range(2)])
+    (finding,) = (f for f in trainer.report.findings if f.code == "M404")
+    line = Keeps.training_step.__code__.co_firstlineno + 2
+    assert finding.message.startswith("out of memory in forward: 1.0 MB more did not fit beside ")
+    assert "parameters 408.0 kB, optimizer state 816.0 kB, batch 800.0 kB, saved for backward" in finding.message
+    assert f"`doubled` [2000, 1000] in training_step() (test_out_of_memory.py:{line}) 8.0 MB" in finding.message
+    assert re.search(r"Kept by: .*outputs.* 2.0 MB", finding.message)
+    assert finding.message in "".join(raised.value.__notes__)
+    assert trainer.__dict__.keys() >= {"outputs"}
+
+
+def test_an_error_raised_for_want_of_memory_is_one() -> None:
+    with pytest.raises(CheckpointError) as raised:
+        try:
+            raise MemoryError
+        except MemoryError as error:
+            raise CheckpointError("could not write") from error
+    assert is_out_of_memory(raised.value)
+    assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"))
+    assert not is_out_of_memory(OSError(errno.ENOSPC, "No space left on device"))

@@ -7,17 +7,22 @@ reach is looked through three times, some steps apart: what got longer each time
 from __future__ import annotations
 
 import gc
+import logging
 import math
+import mmap
 import time
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from safetrain.accounting.failed_attempt import bytes_to_save, in_evaluation
 from safetrain.accounting.growth import FAST_RATE, WARM_UP, Slope, steps_needed
 from safetrain.accounting.inventory import Inventory, Suspect, find_growing, names_of, running_loaders
 from safetrain.accounting.investigation import Investigation
 from safetrain.accounting.keeping import Reading, is_bounded_by_type
 from safetrain.accounting.survivors import SurvivorHunt
 from safetrain.accounting.tracks import Evaluations, Track, host_meter
+from safetrain.autopsy import attach
 from safetrain.callbacks.base import Callback
 from safetrain.data.batch import batch_size
 from safetrain.findings import Finding, Report, Rule, SourceLine
@@ -29,6 +34,8 @@ from safetrain.rules import memory
 from safetrain.rules.out_of_memory import find_out_of_memory, is_out_of_memory, owned_bytes
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from safetrain.state import RunState
 
 _PATIENT_EPOCHS = 2
@@ -42,6 +49,9 @@ _MAX_HUNTS = 2
 """Times in a run that allocations are recorded."""
 _LONGEST_WAIT = 4096
 """Steps to wait after many searches in vain."""
+_RESERVE_BYTES = 16 << 20
+"""Address space kept for explaining an error under a limit on it. It is never touched, so it costs no memory."""
+_log = logging.getLogger("safetrain")
 
 
 def memory_guards(report: Report) -> list[Callback]:
@@ -67,6 +77,7 @@ class MemoryGuard(Callback):
         self._told: set[tuple[str, ...]] = set()
         self._waiting: dict[tuple[str, ...], tuple[int, int, int]] = {}
         self._searches = 0
+        self._reserve: mmap.mmap | None = None
         self._last_look = (0, 0)
         self._wait_for: int | None = None
         self._loaders: list[weakref.ref[Any]] = []
@@ -89,6 +100,7 @@ class MemoryGuard(Callback):
         owned = sum(owned_bytes(state.model, state.optimizers).values())
         failed = state.exception is not None  # before the first step: what it used is in the reading already
         self._used_before = 0 if failed else max(0, self._tracks[-1].meter.read() - owned)
+        self._reserve = mmap.mmap(-1, _RESERVE_BYTES)
         self._next = state.step + WARM_UP
         self._last_look = (state.step, time.perf_counter_ns())
         self._case = None
@@ -118,23 +130,59 @@ class MemoryGuard(Callback):
         error = state.exception
         if error is None or not is_out_of_memory(error) or not self._tracks:
             return
+        evaluating = state.phase == "eval" or in_evaluation(error)
+        replay = state.replay if state.in_step and not evaluating else None
+        for finding in self._explain(state, error, evaluating=evaluating, replay=replay):
+            self.report.add(finding, step=state.current_step, phase="eval" if evaluating else state.phase)
+            attach(error, finding)
+
+    def on_split(self, state: RunState) -> None:
+        """The same for one that the run survives: a note."""
+        self._drop_case()
+        if state.exception is None or not self._tracks:
+            return
+        for finding in self._explain(state, state.exception):
+            finding.severity = "note"
+            finding.fix = f"nothing: the step is repeated in micro-batches of {state.micro_batch_size} (oom='split')"
+            self.report.add(finding, step=state.current_step, phase=state.phase)
+
+    def _explain(
+        self,
+        state: RunState,
+        error: BaseException,
+        *,
+        evaluating: bool = False,
+        replay: Callable[[], Tensor] | None = None,
+    ) -> list[Finding]:
+        self._give_reserve_back()
         meter = self._tracks[-1].meter
-        found = find_out_of_memory(
-            error,
-            state.model,
-            state.optimizers,
-            used_bytes=meter.read(),
-            meter=meter.name,
-            used_before=self._used_before,
-            samples=batch_size(state.batch) if state.batch is not None else None,
-            evaluating=state.phase == "eval",
-            findings=self.report.findings,
-        )
-        self.report.extend(found, step=state.current_step, phase=state.phase)
+        try:
+            return find_out_of_memory(
+                error,
+                state.model,
+                state.optimizers,
+                used_bytes=meter.read(),
+                meter=meter.name,
+                used_before=self._used_before,
+                batch=state.batch,
+                samples=batch_size(state.batch) if state.batch is not None else None,
+                evaluating=evaluating,
+                needed_bytes=None if replay is None else bytes_to_save(replay, state.model, state.batch),
+                findings=self.report.findings,
+            )
+        except Exception:  # the run has failed of something else, which must reach the user: not ours
+            _log.warning("safetrain could not explain that memory ran out", exc_info=True)
+            return []
+
+    def _give_reserve_back(self) -> None:
+        if self._reserve is not None:
+            self._reserve.close()
+            self._reserve = None
 
     def on_fit_end(self, state: RunState) -> None:
         """A trace must not outlive the run."""
         self._drop_case()
+        self._give_reserve_back()
 
     # ------------------------------------------------------------------ steps
 

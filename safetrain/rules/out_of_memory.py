@@ -2,38 +2,53 @@
 
 from __future__ import annotations
 
-import os
+import errno
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import FrameType, TracebackType
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from safetrain.accounting.inventory import weigh
+from safetrain.accounting.failed_attempt import (
+    EVALUATION,
+    OPTIMIZER,
+    SAVING,
+    Attempt,
+    Sized,
+    kept_by_names,
+    read_attempt,
+)
 from safetrain.data.batch import tensors_in
 from safetrain.findings import Finding, rule
 from safetrain.graph import format_bytes, storage_key
-from safetrain.source import USER, frame_locals, grade, traceback_line
+from safetrain.source import traceback_line
 
 OUT_OF_MEMORY = rule(
     "M404", "out-of-memory", "error", "memory ran out: who had it, in which phase, and which switches would fit"
 )
 
+_SHARE_SAVED = 0.8
+"""Of the room for activations, how much may be saved for backward: the rest is for temporaries."""
 _GROWTH_RULES = ("M401", "M402", "M405", "G101", "G103", "G106", "G107", "G110")
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _REQUEST = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)
-_LARGEST = 3
+_WORDS = ("can't allocate memory", "not enough memory", "bad_alloc", "_STATUS_ALLOC_FAILED")
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error is an allocator's no: CUDA's, another accelerator's, the CPU's, or Python's own."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    text = str(error) if isinstance(error, RuntimeError) else ""
-    return "can't allocate memory" in text or "not enough memory" in text or "out of memory" in text.lower()
+    """Whether an error is an allocator's no, or was raised for one: CUDA's, the CPU's, the system's, Python's own."""
+    while error is not None:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            return True
+        text = str(error) if isinstance(error, (RuntimeError, OSError)) else ""
+        if any(word in text for word in _WORDS) or "out of memory" in text.lower():
+            return True
+        error = error.__cause__
+    return False
 
 
 def find_out_of_memory(
@@ -44,41 +59,70 @@ def find_out_of_memory(
     used_bytes: int,
     meter: str = "CPU heap",
     used_before: int = 0,
+    batch: Any = None,
     samples: int | None = None,
     evaluating: bool = False,
+    needed_bytes: int | None = None,
     findings: Iterable[Finding] = (),
 ) -> list[Finding]:
     """Explain an out-of-memory error while its traceback still holds the failed attempt.
 
-    `used_bytes` is what the meter says now, `used_before` what it said before the run, without the model; `samples` the
-    size of the batch, where it is known; `findings` what the run has shown so far: growth is named as the cause.
-    Reads a device's allocator books at most, no host sync.
+    `used_bytes` is what the meter says now, `used_before` what it said before the run, without the model; `batch` the
+    micro-batch and `samples` its size, where they are known; `needed_bytes` what its whole forward saves for backward
+    (`bytes_to_save`); `findings` what the run has shown so far: growth is named as the cause. Reads a device's
+    allocator books at most, no host sync.
     """
     if not is_out_of_memory(error):
         return []
-    scene = _Scene.of(error.__traceback__, model, evaluating)
+    at_least = used_bytes // 100
+    attempt = read_attempt(error, model, batch, evaluating=evaluating, at_least=at_least)
+    kept_bytes, kept = kept_by_names(error, model, optimizers, batch, at_least=at_least)
     owners = owned_bytes(model, optimizers)
+    owners["batch"] = sum(t.untyped_storage().nbytes() for t in {storage_key(t): t for t in tensors_in(batch)}.values())
+    owners["saved for backward"], owners["kept by other names"] = attempt.saved_bytes, kept_bytes
     rest = max(0, used_bytes - used_before - sum(owners.values()))
     request = requested_bytes(error)
     asked = f"{format_bytes(request)} more did not fit" if request is not None else "there was no more to be had"
-    where = f" of {scene.module}" if scene.module else ""
-    had = ", ".join(f"{owner} {format_bytes(size)}" for owner, size in owners.items() if size)
-    named = _largest_names(error.__traceback__, model, at_least=used_bytes // 100)
-    largest = "; ".join(f"{name} {format_bytes(size)}" for name, size in named)
+    had = "".join(f"{owner} {format_bytes(size)}, " for owner, size in owners.items() if size)
     grown = next((f for f in findings if f.code in _GROWTH_RULES and f.severity != "note"), None)
+    room = attempt.saved_bytes + rest
+    smaller = _smaller(attempt.samples or samples, room, needed_bytes)
     return [
         OUT_OF_MEMORY.finding(
-            f"out of memory in {scene.phase}{where}: {asked} beside {format_bytes(used_bytes)} in use ({meter}): "
-            f"{had}{', ' if had else ''}activations, temporaries and what was kept {format_bytes(rest)}"
+            f"out of memory in {attempt.phase}{f' of {attempt.module}' if attempt.module else ''}: {asked} beside "
+            f"{format_bytes(used_bytes)} in use ({meter}): {had}temporaries and the rest {format_bytes(rest)}"
             + (f", before the run {format_bytes(used_before)}" if used_before else "")
-            + (f". Largest names: {largest}" if largest else ""),
+            + _listed("Saved most", attempt.saved)
+            + _listed("Largest names", attempt.names)
+            + _listed("Kept by", kept),
             source=traceback_line(error.__traceback__),
-            module=scene.module,
+            module=attempt.module,
             pinned_bytes=used_bytes,
             cause=None if grown is None else f"memory had been growing: {grown.code}, {grown.holder or grown.message}",
-            fix=_remedy(scene, scene.samples or samples, owners, rest, optimizers, grown),
+            fix=_remedy(attempt, smaller, owners, room, optimizers, grown),
         )
     ]
+
+
+def _listed(title: str, entries: Sequence[Sized]) -> str:
+    return f". {title}: " + "; ".join(f"{e.label} {format_bytes(e.num_bytes)}" for e in entries) if entries else ""
+
+
+def _smaller(samples: int | None, room: int, needed_bytes: int | None) -> str | None:
+    """A micro-batch size to try: half, or half of that, until what it saves leaves room for temporaries as well."""
+    if samples is None or samples < 2:
+        return None
+    size, reason = samples // 2, ""
+    if needed_bytes:
+        while size > 1 and size / samples * needed_bytes > _SHARE_SAVED * room:
+            size //= 2
+        reason = (
+            f": {samples} save {format_bytes(needed_bytes)} for backward, and there was room for {format_bytes(room)}"
+        )
+    return (
+        f"micro-batches of {size} instead of {samples}{reason} (in a Trainer micro_batch_size={size}, or oom='split'; "
+        "the gradients stay the same)"
+    )
 
 
 def requested_bytes(error: BaseException) -> int | None:
@@ -112,77 +156,26 @@ def owned_bytes(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> dict[s
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Scene:
-    """Where it happened."""
-
-    phase: str
-    module: str | None
-    samples: int | None
-    """First dimension of what the outermost module was given."""
-
-    @staticmethod
-    def of(tb: TracebackType | None, model: nn.Module, evaluating: bool) -> _Scene:
-        names = {id(module): name for name, module in model.named_modules()}
-        phase, module, samples = "the data or the loop", None, None
-        for frame in _frames(tb):
-            filename, function = frame.f_code.co_filename, frame.f_code.co_name
-            if function == "_call_impl" and filename.endswith("module.py"):
-                scope = frame_locals(frame)
-                called = scope.get("self")
-                if samples is None:
-                    samples = next((t.shape[0] for t in tensors_in(scope.get("args", ())) if t.dim()), None)
-                module = f"{names.get(id(called), '')} ({type(called).__name__})".strip()
-                phase = "forward" if phase != "backward" else "backward, recomputing the forward"
-            elif function == "backward" and os.sep + "torch" + os.sep in filename:
-                phase, module = "backward", None
-            elif os.sep + os.path.join("torch", "optim") + os.sep in filename:
-                phase, module = "the optimizer's step", None
-        return _Scene("evaluation" if evaluating else phase, module, samples)
-
-
-def _frames(tb: TracebackType | None) -> Iterator[FrameType]:
-    while tb is not None:
-        yield tb.tb_frame
-        tb = tb.tb_next
-
-
-def _largest_names(tb: TracebackType | None, model: nn.Module, at_least: int) -> list[tuple[str, int]]:
-    """Local names of the user's frames that hold most tensor bytes, the model apart."""
-    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())} | {id(model)}
-    sizes: dict[str, int] = {}
-    met: set[int] = set()
-    for frame in _frames(tb):
-        if grade(frame.f_code.co_filename) != USER:
-            continue
-        for name, value in frame_locals(frame).items():
-            if name == "self" or id(value) in own | met or isinstance(value, (nn.Module, Optimizer)):
-                continue
-            met.add(id(value))
-            size = sum(weigh([value]).by_device.values())
-            if size >= max(1, at_least):
-                sizes[f"`{name}` in {frame.f_code.co_name}()"] = size
-    return sorted(sizes.items(), key=lambda item: -item[1])[:_LARGEST]
-
-
 def _remedy(
-    scene: _Scene,
-    samples: int | None,
+    attempt: Attempt,
+    smaller: str | None,
     owners: Mapping[str, int],
-    rest: int,
+    room: int,
     optimizers: Mapping[str, Optimizer],
     grown: Finding | None,
 ) -> str:
     if grown is not None and grown.fix:
         return f"stop the growth first ({grown.code}): {grown.fix}"
-    if scene.phase == "evaluation":
+    if attempt.phase == SAVING:
+        return (
+            "earlier checkpoints are as they were; leave more memory free: a checkpoint is written from a copy of parts"
+        )
+    if attempt.phase == EVALUATION:
         return "evaluate in smaller batches, and keep numbers or CPU copies of what a batch gives, not its outputs"
-    if scene.phase == "the optimizer's step":
+    if attempt.phase == OPTIMIZER:
         return _optimizer_remedy(owners, optimizers)
-    ways: list[str] = []
-    if samples is not None and samples > 1:
-        ways.append(f"micro-batches of {samples // 2} instead of {samples}, with accumulate=2 (the same gradients)")
-    if rest > sum(owners.values()):
+    ways = [smaller] if smaller is not None else []
+    if room > sum(owners.values()) / 2:
         ways.append("activation checkpointing of the biggest blocks (activation_checkpoint=…)")
     ways.append('precision="bf16"')
     if owners["optimizer state"] > owners["parameters"]:

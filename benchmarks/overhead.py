@@ -59,8 +59,9 @@ class Workload:
             y = torch.randint(10, (64, 32), generator=generator)
         else:
             self.steps = 60
-            x = torch.randint(512, (64, 8, 64), generator=generator)
-            y = torch.randint(512, (64, 8, 64), generator=generator)
+            shape, self.sizes = ((64, 4, 128), (8192, 320, 6, 5)) if "mid" in name else ((64, 8, 64), (512, 128, 2, 4))
+            x = torch.randint(self.sizes[0], shape, generator=generator)
+            y = torch.randint(self.sizes[0], shape, generator=generator)
         self.is_text = "tiny" not in name
         pool = list(zip(x, y, strict=True))
         self.batches: Batches = [pool[i % len(pool)] for i in range(self.steps * self.accumulate)]
@@ -68,8 +69,9 @@ class Workload:
     def model(self) -> nn.Module:
         torch.manual_seed(1)
         if self.is_text:
-            blocks = [Block(128, 4) for _ in range(2)]
-            return nn.Sequential(nn.Embedding(512, 128), *blocks, nn.LayerNorm(128), nn.Linear(128, 512))
+            vocab, width, layers, heads = self.sizes
+            blocks = [Block(width, heads) for _ in range(layers)]
+            return nn.Sequential(nn.Embedding(vocab, width), *blocks, nn.LayerNorm(width), nn.Linear(width, vocab))
         return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
     @staticmethod

@@ -11,16 +11,17 @@ from tests.doctor_host import fork, spawn
 SCRIPTS = Path(__file__).parent / "scripts"
 
 PLANTED = {
-    "argparse_functions": ("G101", "history"),
-    "notebook": ("P202", "decoder"),
-    "trainer_class": ("L501", "eval"),
-    "gan": ("G101", "fakes"),
-    "reinforce": ("G101", "baseline"),
-    "rnn_tbptt": ("G107", "state"),
-    "amp_accumulation": ("A301", "clip_grad_norm_"),
-    "by_hand": ("G101", "seen"),
-    "lbfgs_style": ("G101", "kept"),
+    "argparse_functions": ("G101", "history.append(loss if args.bug", "history"),
+    "notebook": ("P202", "optimizer = optim.Adam(encoder.parameters() if BUG", "decoder.0.weight"),
+    "trainer_class": ("L501", "self.model.eval()", "goes on in eval mode"),
+    "gan": ("G101", "fakes.append(fake if BUG", "fakes"),
+    "reinforce": ("G101", "baseline = 0.9 * baseline", "baseline"),
+    "rnn_tbptt": ("G107", "logits, state = model(x, state)", "state"),
+    "amp_accumulation": ("A301", "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "unscale"),
+    "by_hand": ("G101", "seen = seen + (loss if BUG", "seen"),
+    "lbfgs_style": ("G101", "kept.append(f)", "kept"),
 }
+"""Rule, line and a word of what is said, by script. More in a package (below), in Lightning and Hugging Face."""
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -34,13 +35,13 @@ def test_a_healthy_script_is_left_as_it_is_and_not_accused(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "expected"), PLANTED.items(), ids=list(PLANTED))
-def test_the_planted_fault_is_found_and_named(name: str, expected: tuple[str, str]) -> None:
-    code, what = expected
+def test_the_planted_fault_is_found_and_named(name: str, expected: tuple[str, str, str]) -> None:
+    code, line, what = expected
     watched = fork(SCRIPTS / f"{name}.py", ["--bug"])
     found = [f for f in watched.findings if f["code"] == code]
     assert found, watched.err
-    said = " ".join(str(found[0][key]) for key in ("message", "holder", "params", "op"))
-    assert what in said or what in found[0]["source"]["text"]
+    assert found[0]["source"]["text"].startswith(line)
+    assert what in " ".join(str(found[0][key]) for key in ("message", "holder", "params", "fix"))
 
 
 def test_a_package_runs_as_a_module_with_its_relative_imports() -> None:
@@ -51,3 +52,4 @@ def test_a_package_runs_as_a_module_with_its_relative_imports() -> None:
     sick = spawn(["-m", "segment", "--bug"], cwd=SCRIPTS)
     assert sick.codes() == ["P201"]
     assert sick.findings[0]["params"] == ["aux.weight", "aux.bias"]
+    assert "(aux > 0).float()" in sick.findings[0]["source"]["text"]

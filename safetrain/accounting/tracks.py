@@ -9,7 +9,7 @@ from collections import deque
 from safetrain.accounting.growth import MIN_RATE, GrowthSeries, Slope
 from safetrain.accounting.inventory import Inventory
 from safetrain.findings import Rule
-from safetrain.memory import HeapMeter, Meter, RssMeter, heap_is_readable
+from safetrain.memory import HeapMeter, Meter, PythonMeter, RssMeter, heap_is_readable
 
 _CHECK_EVERY = 2
 """Readings between two tests of the slope."""
@@ -17,11 +17,14 @@ _SLOW_READING_NS = 300_000
 """A heap that takes so long to tell its size (a hundred thousand small tensors do that) is asked no more."""
 _RESIDENT_RATE = 8_000.0
 """The least growth that counts, in bytes a step, where only resident memory can be read."""
+_PYTHON_STRIDE = 4
+"""Steps between two counts of Python's objects at first: a count takes longer than reading the heap."""
 _BUDGET_NS = 1_000
 _FIRST_BUDGET_NS = 300_000
 _BUDGET_SHARE = 0.002
-_FIRST_READINGS = 96
 """What readings may cost a step: nanoseconds (more in the first ones), or a share of its time if that is more."""
+_FIRST_READINGS, _FIRST_TOTAL_NS = 96, 10_000_000
+"""The first ones: so many, or what they took together, if that is reached before."""
 _WIDEST = 1024
 """Steps between two readings, at most."""
 _EVAL_BYTES = 16_000
@@ -43,8 +46,16 @@ def host_meter() -> Meter:
     return heap if min(costs) <= _SLOW_READING_NS else RssMeter()
 
 
+def host_meters() -> list[Meter]:
+    """What there is to watch on the host; `host_meter` is the last."""
+    heap, python = host_meter(), PythonMeter()
+    return [python, heap] if isinstance(heap, HeapMeter) and python.read() else [heap]
+
+
 def series_for(meter: Meter) -> GrowthSeries:
     """Readings of `meter`, with the least growth that it can tell."""
+    if isinstance(meter, PythonMeter):
+        return GrowthSeries(first_stride=_PYTHON_STRIDE)
     return GrowthSeries(_RESIDENT_RATE if isinstance(meter, RssMeter) else MIN_RATE)
 
 
@@ -56,16 +67,20 @@ class Track:
         self.meter = meter
         self.series = series_for(meter)
         self.evaluated = False
+        self.due = 0
+        """The step of the next reading."""
         self._shift = 0
         self._last: int | None = None
         self._count = 0
         self._costs: deque[int] = deque(maxlen=4)
+        self._spent_ns = 0
 
     def read(self, step: int) -> Slope | None:
         """Take a reading; the slope when it is time for a test and it rises."""
         started = time.perf_counter_ns()
         used = self.meter.read()
         self._costs.append(time.perf_counter_ns() - started)
+        self._spent_ns += self._costs[-1]
         if isinstance(self.meter, HeapMeter) and len(self._costs) == 4 and min(self._costs) > _SLOW_READING_NS:
             self.meter = RssMeter()
             self._last, self._shift, self.series = None, 0, series_for(self.meter)
@@ -82,7 +97,8 @@ class Track:
 
     def spacing(self, step_ns: float) -> int:
         """Steps to the next reading. On a badly fragmented heap they are slow, and come rarely enough to be borne."""
-        bearable = max(_FIRST_BUDGET_NS if self._count < _FIRST_READINGS else _BUDGET_NS, _BUDGET_SHARE * step_ns)
+        is_first = self._count < _FIRST_READINGS and self._spent_ns < _FIRST_TOTAL_NS
+        bearable = max(_FIRST_BUDGET_NS if is_first else _BUDGET_NS, _BUDGET_SHARE * step_ns)
         # The cheapest of the last few: the others were interrupted.
         return max(self.series.stride, min(_WIDEST, int(min(self._costs) / bearable)))
 

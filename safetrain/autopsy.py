@@ -225,7 +225,7 @@ class Screen:
     def start(self) -> None:
         """Begin to record."""
         self._started_at = time.perf_counter()
-        self.record.__enter__()  # type: ignore[no-untyped-call]
+        self.record.__enter__()
 
     def before_backward(self, loss: Tensor) -> None:
         """Judge the graph of a loss while what it saved is still there."""
@@ -245,7 +245,7 @@ class Screen:
         if _get_current_dispatch_mode() is not self.record:
             self.record.suspended = True
             return False
-        self.record.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.record.__exit__(None, None, None)
         self.elapsed_s = time.perf_counter() - self._started_at
         self._started_at = None
         return True

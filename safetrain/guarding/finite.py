@@ -12,7 +12,12 @@ from torch import Tensor
 
 from safetrain.callbacks.base import Callback
 from safetrain.errors import NonFiniteError
-from safetrain.rules.autopsy import explain_nonfinite, find_nonfinite_gradients, find_nonfinite_loss
+from safetrain.rules.autopsy import (
+    explain_nonfinite,
+    find_nonfinite_gradients,
+    find_nonfinite_loss,
+    unexplained_loss,
+)
 from safetrain.source import user_frame
 
 if TYPE_CHECKING:
@@ -39,6 +44,8 @@ class _Explainer(Callback):
     def _explain(self, state: RunState) -> None:
         self._told = True
         finding = _by_replay(state)
+        if finding is None and state.loss is not None:
+            finding = unexplained_loss(state.loss)
         self._pending = [finding] if finding is not None else find_nonfinite_gradients(state.model)
 
     def on_step_end(self, state: RunState) -> None:
@@ -54,7 +61,32 @@ class _Explainer(Callback):
 
 
 class GateGuard(_Explainer):
-    """P206 and P211 where the driver has a gate of its own: it has seen everything, and nothing needs to be read."""
+    """P206 and P211 where the driver has a gate of its own: it sees every gradient, and nothing is read for them.
+
+    A loss that is not finite while its gradients are (a constant term, a mean over nothing) passes that gate. It shows
+    in a logged row; the next step is then looked at. On CPU the loss is also read on sampled steps.
+    """
+
+    sampled_hooks = frozenset({"on_backward_end"})
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report)
+        self._suspect = False
+
+    def on_log(self, state: RunState) -> None:
+        """A logged loss is a number already."""
+        if not self._told and state.scaler is None and not math.isfinite(state.row.get("train/loss", 0.0)):
+            self._suspect = True
+            state.request_samples(1)
+
+    def on_backward_end(self, state: RunState) -> None:
+        """Look at the loss of a sampled step."""
+        loss = state.loss
+        if self._told or loss is None or not (self._suspect or _may_read(loss, state)):
+            return
+        number = _only(loss.tolist())
+        if not math.isfinite(number) and (state.scaler is None or math.isnan(number)):
+            self._explain(state)  # a scaled loss may overflow: the scaler skips that step
 
     def on_skip(self, state: RunState) -> None:
         """The gate kept a step from the weights."""
@@ -63,9 +95,9 @@ class GateGuard(_Explainer):
 
 
 class FiniteGuard(_Explainer):
-    """P206 and P211 where there is none: reads one number of the loss before each backward, and of one small gradient after.
+    """P206 and P211 where there is none: reads one number of the loss before each backward, and of a gradient after.
 
-    That of an early layer, which gets its gradient last, so what went wrong on the way is in it. On CPU these are
+    A small one of an early layer, which gets its gradient last, so what went wrong on the way is in it. On CPU these are
     memory reads (4 µs a step); on other devices they are made on logging steps only. Under loss scaling gradients are
     left to the scaler.
     """

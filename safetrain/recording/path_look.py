@@ -6,11 +6,12 @@ suspect. It changes no result: every operation runs as it is and is only watched
 
 from __future__ import annotations
 
+import bisect
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Literal
 
 import torch
@@ -24,15 +25,15 @@ CutKind = Literal["reentrant", "no_grad", "rebuilt", "number", "detached", "grad
 
 _NUMBERS = frozenset({"item", "tolist", "numpy", "__float__", "__int__", "__index__", "__complex__", "__array__"})
 _DETACHES = frozenset({"detach", "detach_", "data"})
-_REBUILDS = frozenset({"tensor", "as_tensor", "new_tensor", "asarray", "from_numpy"})
+_REBUILDS = frozenset({"tensor", "as_tensor", "new_tensor", "asarray", "from_numpy", "nn.Parameter"})
 _SUMS = frozenset(
     {"add", "add_", "sub", "sub_", "rsub", "__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "stack", "cat"}
 )
-_FLAT = frozenset({"round", "round_", "sign", "sgn", "floor", "ceil", "trunc", "fix", "__round__", "__floordiv__"})
 _PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _RANK: dict[CutKind, int] = {
     "reentrant": 0, "no_grad": 1, "rebuilt": 2, "detached": 3, "number": 4, "grad": 5, "no_derivative": 6, "branch": 9,
 }  # fmt: skip
+_next_node = torch._C._autograd._get_sequence_nr
 _MAX_NUMBERS = 4096
 _MAX_LIST = 64
 
@@ -80,6 +81,8 @@ class WhyNoGradient:
     cut: Cut | None = None
     tip: tuple[str, SourceLine | None] | None = None
     """The last operation on what was computed from it, when that is unused."""
+    function: type | None = None
+    """The hand-written Function that takes it and gave no gradient back."""
 
 
 @dataclass(slots=True)
@@ -88,13 +91,18 @@ class _State:
     numbers: dict[float, Cut] = field(default_factory=dict)
     arrays: dict[int, frozenset[Cut]] = field(default_factory=dict)
     """Memory of NumPy arrays that came from tensors, by address: what is made from it shares it."""
+    memory: dict[int, int] = field(default_factory=dict)
+    """Parameters that a result in the graph depends on, by the result's address."""
     used: int = 0
     reached: int = 0
     tips: dict[int, tuple[str, SourceLine | None]] = field(default_factory=dict)
     cuts: dict[tuple[str, str, int], Cut] = field(default_factory=dict)
     terms: list[Term] = field(default_factory=list)
-    flat_lines: dict[str, SourceLine | None] = field(default_factory=dict)
+    spans: list[tuple[int, SourceLine | None]] = field(default_factory=list)
+    """Autograd's counter after each operation on what came from parameters, with the operation's line."""
     losses: int = 0
+    functions: dict[int, type] = field(default_factory=dict)
+    """Hand-written Functions by the id of a parameter that they take."""
 
 
 class PathLook(TorchFunctionMode):
@@ -110,7 +118,7 @@ class PathLook(TorchFunctionMode):
         self._bits = {id(p): 1 << i for i, p in enumerate(params.values())}
         self._held = [weakref.ref(p) for p in params.values()]
         self._s = _State()
-        self._grad_off: tuple[str, str, SourceLine] | None = None
+        self._grad_off: tuple[CodeType, SourceLine] | None = None
         self.active = False
 
     # ------------------------------------------------------------------ taking the look
@@ -142,6 +150,7 @@ class PathLook(TorchFunctionMode):
         if trace is None:
             return
         if loss.grad_fn is not None:
+            s.functions.update(functions_on_parameters(loss))
             s.reached |= trace.mask
             s.terms.extend(trace.terms)
         for cut in trace.cuts:
@@ -154,7 +163,8 @@ class PathLook(TorchFunctionMode):
         bit = 1 << self.names.index(name)
         s = self._s
         if s.reached & bit:
-            return WhyNoGradient("backward_gave_none")
+            parameter = self._held[self.names.index(name)]()
+            return WhyNoGradient("backward_gave_none", function=self._s.functions.get(id(parameter)))
         cuts = [c for c in s.cuts.values() if c.mask & bit and not c.revoked]
         if cuts:
             best = min(
@@ -176,16 +186,19 @@ class PathLook(TorchFunctionMode):
         """Constant terms of the losses that were differentiated."""
         return [term for term in self._s.terms if not term.cut.revoked]
 
-    @property
-    def flat_lines(self) -> dict[str, SourceLine | None]:
-        """Operations with a derivative of zero everywhere that were applied on the way, with their first line."""
-        return self._s.flat_lines
+    def line_of_node(self, number: int) -> SourceLine | None:
+        """The line of the operation that made an autograd node, by the node's number."""
+        spans = self._s.spans
+        at = bisect.bisect_right(spans, number, key=lambda span: span[0])
+        return spans[at][1] if at < len(spans) and (at == 0 or spans[at - 1][0] <= number) else None
 
     # ------------------------------------------------------------------ following
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = _name_of(func)
+        if type(result) is str:
+            return result  # `tensor.type()` asks; `tensor.type(torch.LongTensor)` converts
         if name == "_set_grad_enabled":
             self._note_switch(bool(args[0]))
         elif name is not None and torch._C._current_graph_task_id() == -1:
@@ -198,7 +211,7 @@ class PathLook(TorchFunctionMode):
             self._grad_off = None
         else:
             code = frame.f_code
-            self._grad_off = (code.co_filename, code.co_name, SourceLine(code.co_filename, frame.f_lineno))
+            self._grad_off = (code, SourceLine(code.co_filename, frame.f_lineno))
 
     def _follow(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         s = self._s
@@ -256,8 +269,8 @@ class PathLook(TorchFunctionMode):
         if name in _SUMS and dead and mask and alive[0].numel() <= max(len(dead) + 1, 2):
             known = {id(t.cut) for t in terms}
             terms += tuple(Term(cut, here) for cut in dead if id(cut) not in known)
-        if name in _FLAT and mask:
-            s.flat_lines.setdefault(name, here)
+        if mask:
+            s.spans.append((_next_node(), here))
         rest = mask
         while rest:
             low = rest & -rest
@@ -265,6 +278,8 @@ class PathLook(TorchFunctionMode):
             rest ^= low
         for tensor in alive:
             self._put(tensor, _Trace(mask, cuts, terms))
+            if mask and tensor.layout is torch.strided:
+                s.memory[tensor.data_ptr()] = mask
 
     def _revive(self, trace: _Trace) -> int:
         """A tensor made inside a hand-written Function under no_grad got its node afterwards: it was no cut."""
@@ -272,7 +287,7 @@ class PathLook(TorchFunctionMode):
         for cut in trace.cuts:
             if cut.kind == "no_grad":
                 cut.revoked = True
-            mask |= cut.mask
+                mask |= cut.mask
         return mask
 
     def _cut(self, name: str, mask: int) -> Cut:
@@ -280,8 +295,7 @@ class PathLook(TorchFunctionMode):
         source = SourceLine(frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
         region = None
         if kind == "no_grad" and frame is not None and self._grad_off is not None:
-            code = frame.f_code
-            region = self._grad_off[2] if self._grad_off[:2] == (code.co_filename, code.co_name) else None
+            region = self._grad_off[1] if self._grad_off[0] is frame.f_code else None
         key = (name, source.file if source else "", source.line if source else 0)
         cut = self._s.cuts.get(key)
         if cut is None:
@@ -320,14 +334,42 @@ class PathLook(TorchFunctionMode):
         known = self._s.traces.get(id(tensor))
         if known is not None and known[0]() is tensor:
             return known[1]
+        if type(tensor) is nn.Parameter and tensor.layout is torch.strided:
+            return self._rewrapped(tensor)
         if self._s.arrays and tensor.grad_fn is None and tensor.is_cpu and tensor.layout is torch.strided:
             cuts = self._s.arrays.get(tensor.data_ptr())
             return _Trace(0, cuts) if cuts else None
         return None
 
+    def _rewrapped(self, parameter: nn.Parameter) -> _Trace | None:
+        """An `nn.Parameter` that is not the model's: made around the result of an operation of this step?"""
+        mask = self._s.memory.get(parameter.data_ptr(), 0)
+        if not mask:
+            return None
+        self._put(parameter, _Trace(0, frozenset({self._cut("nn.Parameter", mask)})))
+        return self._s.traces[id(parameter)][1]
+
     def _put(self, tensor: Tensor, trace: _Trace) -> None:
         if id(tensor) not in self._bits:
             self._s.traces[id(tensor)] = (weakref.ref(tensor), trace)
+
+
+def functions_on_parameters(loss: Tensor, limit: int = 200_000) -> dict[int, type]:
+    """The hand-written Functions in a graph that take a parameter itself, by the parameter's id."""
+    found: dict[int, type] = {}
+    seen: set[Any] = set()
+    stack: list[Any] = [loss.grad_fn]
+    while stack and len(seen) < limit:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        function = getattr(node, "_forward_cls", None)
+        for child, _ in node.next_functions:
+            if function is not None and hasattr(child, "variable"):
+                found[id(child.variable)] = function
+            stack.append(child)
+    return found
 
 
 _names: dict[Any, str | None] = {}
@@ -373,7 +415,6 @@ _QUERIES = frozenset(
         "register_hook",
         "untyped_storage",
         "get_device",
-        "type",
         "backward",
         "__deepcopy__",
         "__reduce_ex__",

@@ -90,8 +90,9 @@ class Op:
     """One recorded operation. `inputs` and `outputs` list tensors in schema order."""
 
     __slots__ = (
-        "backward_of", "checkpoint", "grad_enabled", "has_inf", "has_nan", "in_backward", "index", "inputs", "module",
-        "name", "next_node", "outputs", "recomputed", "regions", "scalars", "selective", "stack", "task", "writes",
+        "backward_of", "checkpoint", "fed_bad", "grad_enabled", "has_inf", "has_nan", "in_backward", "index", "inputs",
+        "module", "name", "next_node", "outputs", "recomputed", "regions", "scalars", "selective", "stack", "task",
+        "writes",
     )  # fmt: skip
 
     def __init__(self, index: int, name: str) -> None:
@@ -124,6 +125,8 @@ class Op:
         """Sequence number that autograd gives next: a node numbered below it was made before this operation ended."""
         self.has_nan: bool | None = None
         self.has_inf: bool | None = None
+        self.fed_bad: str | None = None
+        """NaN or Inf in what it read that no recorded operation made (the batch, a buffer): which."""
         self.module: str | None = None
 
     @property
@@ -185,12 +188,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every operation while active: `with Recorder(model) as record: …`.
 
     `check_finite` reads each result for NaN and Inf (a host sync an operation) and notes the module that ran it: for
-    replays. Watchers (see `Watcher`) get each operation before and after it runs.
+    replays. `replay`: lines of the code around the `with` block are no part of what runs, so they are not noted.
+    Watchers (see `Watcher`) get each operation before and after it runs.
     Code under `torch.compile` stays compiled and shows only the operations it hands to the dispatcher.
     """
 
     def __init__(
-        self, model: nn.Module | None = None, *, check_finite: bool = False, watchers: Iterable[Watcher] = ()
+        self,
+        model: nn.Module | None = None,
+        *,
+        check_finite: bool = False,
+        replay: bool = False,
+        watchers: Iterable[Watcher] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._model = weakref.ref(model) if model is not None else None  # a record must not keep a deleted model
@@ -203,6 +212,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.failed = False
         """Something went wrong while recording: the record ends there, and shows nothing reliable."""
         self._check_finite = check_finite
+        self._replay = replay
+        self._outside: FrameType | None = None
         self._watchers = list(watchers)
         self._tensors: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._storages: dict[int, tuple[Any, int]] = {}
@@ -219,6 +230,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def ignore_compile_internals(cls) -> bool:
         """Keep compiled code compiled: without this, dynamo gives up a frame for good once it met the mode."""
         return True
+
+    def __enter__(self) -> Recorder:
+        self._outside = sys._getframe(1) if self._replay else None
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._outside = None
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -253,7 +273,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         info = _info_of(func)
         op = Op(len(self.ops), info.name)
         read, written, op.scalars = _arguments(info, args, kwargs)
-        op.stack, op.checkpoint, op.selective, op.recomputed = _where(frame)
+        op.stack, op.checkpoint, op.selective, op.recomputed = _where(frame, self._outside)
         op.grad_enabled = torch.is_grad_enabled()
         op.task = _current_graph_task()
         op.in_backward = op.task != -1
@@ -264,6 +284,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         op.inputs = tuple([self._input(t) for t in read])
         op.writes = tuple([_storage_key(t) for t in written])
         op.regions = tuple([region_of(t) for t in written])
+        if self._check_finite:
+            op.fed_bad = _bad_among([t for t, i in zip(read, op.inputs, strict=True) if i.producer < 0])
         self.ops.append(op)
         for watcher in self._watchers:
             watcher.before(op, info, read, written, frame)
@@ -396,6 +418,13 @@ def _tensors_in(value: Any) -> list[Tensor]:
     return []
 
 
+def _bad_among(tensors: list[Tensor]) -> str | None:
+    floating = [t for t in tensors if t.is_floating_point()]
+    if any(bool(torch.isnan(t).any()) for t in floating):
+        return "NaN"
+    return "infinities" if any(bool(torch.isinf(t).any()) for t in floating) else None
+
+
 def _storage_key(tensor: Tensor) -> int:
     if tensor.layout is not torch.strided:
         return -id(tensor)  # sparse and opaque layouts have no single storage
@@ -407,13 +436,13 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _where(frame: FrameType) -> tuple[tuple[Where, ...], Where | None, bool, bool]:
+def _where(frame: FrameType, outside: FrameType | None) -> tuple[tuple[Where, ...], Where | None, bool, bool]:
     """(User lines, innermost first; line of the innermost `checkpoint` call; is that selective; is it done again)."""
     stack: list[Where] = []
     checkpoint: Where | None = None
     in_checkpoint = selective = recomputed = False
     here: FrameType | None = frame
-    while here is not None:
+    while here is not None and here is not outside:
         code = here.f_code
         if grade(code.co_filename) == USER:
             stack.append((code.co_filename, here.f_lineno))

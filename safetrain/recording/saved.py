@@ -33,11 +33,7 @@ def nodes_of(root: Any, limit: int = 1_000_000) -> list[Any]:
 
 def saved_by(node: Any) -> Iterator[SavedTensor]:
     """The tensors that a node saved, without those behind hooks (checkpointing, offloading): reading would run them."""
-    kind = type(node)
-    fields = _fields.get(kind)
-    if fields is None:
-        fields = _fields[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
-    for raw_name in fields:
+    for raw_name in _fields_of(node):
         name = raw_name.removeprefix("_raw_saved_")
         try:
             raw = getattr(node, raw_name)
@@ -47,6 +43,22 @@ def saved_by(node: Any) -> Iterator[SavedTensor]:
         if _behind_hooks(raw):
             continue
         yield from _read(node, name)
+
+
+def saves_behind_hooks(node: Any) -> bool:
+    """Whether reading what a node saved would run hooks. False also for a node that has let go of it."""
+    try:
+        return any(_behind_hooks(getattr(node, name)) for name in _fields_of(node))
+    except RuntimeError:
+        return False
+
+
+def _fields_of(node: Any) -> tuple[str, ...]:
+    kind = type(node)
+    fields = _fields.get(kind)
+    if fields is None:
+        fields = _fields[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+    return fields
 
 
 def _behind_hooks(raw: Any) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from safetrain.callbacks.base import STEP_HOOKS, Callback
-from safetrain.findings import Report, SourceLine
+from safetrain.findings import Report
 from safetrain.guarding.coverage import Held
 from safetrain.guarding.gradient.sampling import is_plain, is_sample
 from safetrain.guarding.gradient.watch import Watch
@@ -45,7 +45,6 @@ class NumbersGuard(Callback):
         self._asking = False
         self._turn = 0
         self._causes: dict[str, rules.ZeroCause] = {}
-        self._lines: dict[str, SourceLine | None] = {}
         self._told: set[str] = set()
         self._peak_rate = 0.0
         self._skipped = 0
@@ -54,7 +53,10 @@ class NumbersGuard(Callback):
         if self._asking and state.micro_loss is not None:
             by_name = {h.name: t for h in self._watch.coverage.trained if (t := h.tensor) is not None}
             wanted = {n: by_name[n] for n in self._ask_cause if n in by_name}
-            self._causes.update(rules.zero_gradient_causes(state.micro_loss, wanted))
+            for name, cause in rules.zero_gradient_causes(state.micro_loss, wanted).items():
+                known = self._causes.get(name)
+                if known is None or (known.text, known.meant) != (cause.text, cause.meant):
+                    self._causes[name] = cause
 
     def on_backward_end(self, state: RunState) -> None:
         if not is_sample(state.step + 1):
@@ -98,7 +100,8 @@ class NumbersGuard(Callback):
             self._compare(state)
         if self._asking:
             if self._watch.finished is not None:
-                self._lines.update(self._watch.finished.flat_lines)
+                for cause in self._causes.values():
+                    cause.line = cause.line or self._watch.finished.line_of_node(cause.node)
             self._asking = False
             self._tell_zero(state)
         if is_sample(state.step) or state.is_logging_step:
@@ -178,7 +181,7 @@ class NumbersGuard(Callback):
         ready = [
             n
             for n, s in suspects.items()
-            if (c := self._causes.get(n)) is not None and ((c.proved and len(s) >= 3) or len(s) >= 8)
+            if (c := self._causes.get(n)) is not None and not c.meant and ((c.proved and len(s) >= 3) or len(s) >= 8)
         ]
         ready += [n for n, s in suspects.items() if n not in self._causes and len(s) >= 8 and s[-1] - s[0] >= 60]
         if not ready:
@@ -186,9 +189,7 @@ class NumbersGuard(Callback):
         self._told.update(ready)
         weights = [h.name for h in self._watch.coverage.trained if (t := h.tensor) is not None and t.dim() >= 2]
         first = min(suspects[n][0] for n in ready)
-        for finding in rules.find_zero_grads(
-            ready, self._causes, self._lines, steps=state.step - first + 1, weights=weights
-        ):
+        for finding in rules.find_zero_grads(ready, self._causes, steps=state.step - first + 1, weights=weights):
             finding.first_step = first
             self._report.add(finding, step=max(1, state.step))
 

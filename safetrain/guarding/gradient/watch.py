@@ -31,7 +31,10 @@ class _Seen(NamedTuple):
 
 
 class Watch(Callback):
-    """What the guards here share. First in the list: it starts looks, and judges coverage as gradients arrive."""
+    """P202 to P205 and P212, and what the guards here share.
+
+    First in the list: it starts looks, and judges coverage as gradients arrive.
+    """
 
     sampled_hooks = STEP_HOOKS
 
@@ -275,7 +278,9 @@ class Watch(Callback):
         fresh = {id(p): weakref.ref(p) for p in strangers}
         self._met = fresh if state.step == 1 and not again else {**self._met, **fresh}
         if again and state.step > 1:
-            for finding in rules.find_unregistered(state.model, again, set(self.coverage.owner)):
+            beside = rules.parameters_of_drivers(sys._getframe(1))
+            held = set(self.coverage.owner)
+            for finding in rules.find_unregistered(state.model, again, held, lambda p: beside.get(id(p))):
                 if finding.holder not in self._told:
                     self._told.add(finding.holder)
                     finding.first_step = 1

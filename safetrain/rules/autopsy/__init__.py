@@ -9,7 +9,12 @@ from safetrain.rules.autopsy.cut import cuts_of, explain_no_graph, explain_non_s
 from safetrain.rules.autopsy.failure import Failure, frames_of, loss_in
 from safetrain.rules.autopsy.inference import explain_inference_tensor
 from safetrain.rules.autopsy.inplace import explain_inplace_modified, explain_leaf_inplace
-from safetrain.rules.autopsy.nonfinite import explain_nonfinite, find_nonfinite_gradients, find_nonfinite_loss
+from safetrain.rules.autopsy.nonfinite import (
+    explain_nonfinite,
+    find_nonfinite_gradients,
+    find_nonfinite_loss,
+    unexplained_loss,
+)
 from safetrain.rules.autopsy.recompute import RandomWatcher, explain_recompute_mismatch, find_recompute_differences
 from safetrain.rules.autopsy.silent_write import LeafWatcher, find_silent_writes
 
@@ -33,4 +38,5 @@ __all__ = [
     "find_silent_writes",
     "frames_of",
     "loss_in",
+    "unexplained_loss",
 ]

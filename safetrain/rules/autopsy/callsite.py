@@ -9,8 +9,9 @@ from types import FrameType
 from torch import nn
 
 from safetrain.findings import SourceLine
-from safetrain.rules.autopsy.carried import file_of_class
+from safetrain.rules.autopsy.carried import class_node, file_of_class
 from safetrain.source import line_text, syntax
+from safetrain.source.called import called_functions
 
 _OPERATORS: dict[str, type[ast.operator]] = {
     "div": ast.Div,
@@ -34,7 +35,7 @@ _ALSO_CALLED: dict[str, frozenset[str]] = {
 def find_call(
     model: nn.Module, frame: FrameType | None, name: str, neighbours: set[str]
 ) -> tuple[SourceLine | None, str | None]:
-    """(line, class) of the statement that calls the operation `name`: in the model's classes or the file of `frame`.
+    """(line, class) of the statement that calls the operation `name`: in the model's classes, in `frame` or below it.
 
     Among several, the one that calls most of its `neighbours` in the graph; None when that does not decide.
     """
@@ -57,15 +58,17 @@ _COMPOUND = (ast.For, ast.While, ast.If, ast.With, ast.Try, ast.FunctionDef, ast
 
 
 def _scopes(model: nn.Module, frame: FrameType | None) -> Iterator[tuple[str, ast.AST, str | None]]:
-    """(file, tree, class name) of what may have called it, classes first."""
+    """(file, tree, class name) of what may have called it: the model's classes, the loop, the functions it calls."""
     for kind in dict.fromkeys(type(m) for m in model.modules()):
-        filename = file_of_class(kind)
-        node = syntax.class_at(filename, kind.__name__) if filename is not None else None
+        filename, node = file_of_class(kind), class_node(kind)
         if filename is not None and node is not None:
             yield filename, node, kind.__name__
-    tree = syntax.tree_of(frame.f_code.co_filename) if frame is not None else None
-    if frame is not None and tree is not None:
-        yield frame.f_code.co_filename, tree, None
+    if frame is None:
+        return
+    for code in (frame.f_code, *(called.function.__code__ for called in called_functions([frame]))):
+        scope = syntax.scope_of_code(code)
+        if scope is not None:
+            yield code.co_filename, scope, None
 
 
 def _calls(statement: ast.stmt, name: str) -> bool:

@@ -12,6 +12,7 @@ from safetrain.recording.saved import is_freed, nodes_of
 from safetrain.rules.autopsy.catalogue import BACKWARD_TWICE
 from safetrain.rules.autopsy.failure import Failure, Named, named_tensors
 from safetrain.source import USER, grade, line_text, syntax
+from safetrain.source.called import Called
 
 _LEAF = 1 << 63
 """Accumulation nodes are numbered near 2**64: they belong to no step."""
@@ -34,10 +35,11 @@ def explain_backward_twice(failure: Failure) -> Finding:
     nodes = nodes_of(loss.grad_fn) if loss is not None else []
     old = older_nodes(failure, nodes)
     again = _other_backward(failure)
-    if nodes and not old and again is not None and _all_freed(nodes):
+    whole = bool(nodes) and (not old or loss.grad_fn in old) and _all_freed(nodes)  # type: ignore[union-attr]
+    if whole and not old and again is not None:
         return _same_loss(failure, again)
     carrier = find_carrier(failure, nodes, old)
-    if carrier is None and nodes and _all_freed(nodes):
+    if carrier is None and whole:
         return _same_loss(failure, again)
     if carrier is None:
         return BACKWARD_TWICE.finding(
@@ -168,12 +170,16 @@ def _carried_over(failure: Failure, named: list[Named], nodes: set[Any]) -> Carr
     for item in named:
         if (
             item.tensor.grad_fn is None
-            or item.tensor is failure.loss
+            or (item.tensor is failure.loss and item.function is None)  # one that a function stores is a running total
             or inner.isdisjoint(nodes_of(item.tensor.grad_fn))
         ):
             continue
         if item.owner is not None:
             source = attribute_store(item.owner, item.name)
+        elif item.function is not None:
+            source = _store_in(item.function, item.name)
+            if source is None:
+                continue  # that function only reads it
         elif item.frame is not None and item.name in (*item.frame.f_code.co_freevars, *_globals_in_function(item)):
             source = _container_store(item.frame.f_code.co_filename, item.name)
         else:
@@ -201,6 +207,9 @@ def _made_at(failure: Failure, item: Named) -> SourceLine | None:
             return maker.source
     if item.owner is not None:
         return attribute_store(item.owner, item.name, made_once=True)
+    if item.function is not None:
+        stored = _store_in(item.function, item.name) if item.in_container else None
+        return stored or binding_of(item.function.filename, item.name, item.function.function.__code__.co_firstlineno)
     if item.frame is None:
         return None
     return binding_of(item.frame.f_code.co_filename, item.name, item.line)
@@ -231,7 +240,7 @@ def attribute_store(owner: Any, attribute: str, *, made_once: bool = False) -> S
         filename = file_of_class(kind)
         if filename is None:
             continue
-        stores = [s for s in syntax.attribute_stores(filename, attribute) if _in_class(s, kind.__name__)]
+        stores = [s for s in syntax.attribute_stores(filename, attribute) if _in_class(s, kind)]
         later = [s for s in stores if not _in_constructor(s)]
         keeping = [s for s in later if not _is_reset(s)] or later
         if made_once and not keeping:
@@ -251,10 +260,27 @@ def file_of_class(kind: type) -> str | None:
     return None
 
 
-def _in_class(node: Any, name: str) -> bool:
+def class_node(kind: type) -> ast.ClassDef | None:
+    """The definition of a class: of several by one name, that which holds its methods."""
+    filename = file_of_class(kind)
+    tree = syntax.tree_of(filename) if filename is not None else None
+    codes = [code for m in vars(kind).values() if (code := getattr(m, "__code__", None)) is not None]
+    lines = [code.co_firstlineno for code in codes if code.co_filename == filename]
+    for node in ast.walk(tree) if tree is not None else ():
+        if (
+            isinstance(node, ast.ClassDef)
+            and node.name == kind.__name__
+            and any(node.lineno <= line <= (node.end_lineno or 0) for line in lines)
+        ):
+            return node
+    return None
+
+
+def _in_class(node: Any, kind: type) -> bool:
+    definition = class_node(kind)
     while node is not None:
         if isinstance(node, ast.ClassDef):
-            return node.name == name
+            return node is definition
         node = getattr(node, "parent", None)
     return False
 
@@ -273,19 +299,32 @@ def _in_constructor(statement: ast.stmt) -> bool:
     return isinstance(scope, ast.FunctionDef) and scope.name == "__init__"
 
 
-def _container_store(filename: str, name: str) -> SourceLine | None:
-    """A line that stores into a container or rebinds a name that outlives the function."""
+def _container_store(filename: str, name: str, *, within: tuple[int, int] | None = None) -> SourceLine | None:
+    """The first line that stores into a container by that name; `within` (first, last line): or rebinds the name."""
+
+    def names(node: ast.AST) -> bool:
+        return isinstance(node, ast.Name) and node.id == name
 
     def stores(node: ast.AST) -> bool:
+        if within is not None and not within[0] <= getattr(node, "lineno", 0) <= within[1]:
+            return False
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
-            return isinstance(node.value, ast.Name) and node.value.id == name
-        if (
+            return names(node.value)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            return within is not None and names(node)
+        return (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
             and node.func.attr in {"append", "extend", "update"}
-        ):
-            return isinstance(node.func.value, ast.Name) and node.func.value.id == name
-        return False
+            and names(node.func.value)
+        )
 
     found = syntax.lines_where(filename, stores)
     return found[0] if found else None
+
+
+def _store_in(called: Called, name: str) -> SourceLine | None:
+    """The line of a function that stores under a name which outlives it."""
+    code = called.function.__code__
+    last = max((line for _, _, line in code.co_lines() if line), default=code.co_firstlineno)
+    return _container_store(code.co_filename, name, within=(code.co_firstlineno, last))

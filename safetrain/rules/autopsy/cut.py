@@ -311,6 +311,8 @@ def explain_non_scalar(failure: Failure) -> Finding:
         if made_by is not None and (source is None or "backward(" not in source.text):
             source = made_by.source  # a trainer called backward: the line that made the loss is the one to change
     shape = f" of shape {list(loss.shape)}" if loss is not None else ""
+    line = made_by.source if made_by is not None else None
+    where = f" on line {line.line}: `{line.text}`" if line is not None and line != source else ""
     op = (
         made_by.short_name
         if made_by
@@ -319,7 +321,7 @@ def explain_non_scalar(failure: Failure) -> Finding:
         else None
     )
     return NON_SCALAR.finding(
-        f"backward was called on a tensor{shape}, not on one number" + (f"; it was made by {op}" if op else ""),
+        f"backward was called on a tensor{shape}, not on one number" + (f"; it was made by {op}{where}" if op else ""),
         source=source,
         op=op,
         cause="a loss that was not reduced (reduction='none', or a missing .mean())",

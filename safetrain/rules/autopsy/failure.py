@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from safetrain.findings import SourceLine
 from safetrain.recording.recorder import Recorder
 from safetrain.source import USER, frame_locals, grade, line_text
+from safetrain.source.called import Called, called_functions
 
 _MAX_ITEMS = 64
 _PLAIN_SKIP = frozenset({"_parameters", "_buffers", "_modules"})
@@ -133,6 +134,9 @@ class Named:
     line: int = 0
     owner: Any = None
     """The object whose attribute it is."""
+    function: Called | None = None
+    """The function that reaches it from its closure or as a global, when that has returned."""
+    in_container: bool = False
 
 
 def named_tensors(failure: Failure) -> Iterator[Named]:
@@ -150,8 +154,21 @@ def named_tensors(failure: Failure) -> Iterator[Named]:
             for name, value in list(frame.f_globals.items()):
                 for suffix, tensor in _inside(value):
                     yield Named(tensor, f"global `{name}{suffix}`", name, frame, line)
+    forwards = {kind: getattr(kind, "forward", None) for kind in map(type, failure.model.modules())}
+    mine = [
+        Called(f) for f in forwards.values() if isinstance(f, FunctionType) and grade(f.__code__.co_filename) == USER
+    ]
+    for called in (*called_functions(frame for frame, _ in failure.frames), *mine):
+        yield from _outside(called)
     for path, module in failure.model.named_modules():
         yield from _attributes(path or "model", module, seen)
+
+
+def _outside(called: Called) -> Iterator[Named]:
+    for name, value in called.outside_values().items():
+        for suffix, tensor in _inside(value):
+            where = f"`{name}{suffix}` outside {called.function.__name__}()"
+            yield Named(tensor, where, name, function=called, in_container=bool(suffix))
 
 
 def _attributes(name: str, owner: Any, seen: set[int]) -> Iterator[Named]:

@@ -35,7 +35,7 @@ def explain_nonfinite(model: nn.Module, replay: Callable[[], Tensor], *, scale: 
     back as it was. Costs one step with a host sync an operation.
     """
     with unchanged(model), torch.enable_grad():
-        record = Recorder(model, check_finite=True)
+        record = Recorder(model, check_finite=True, replay=True)
         with record:
             loss = replay()
         weights = _bad_weights(model)
@@ -64,6 +64,8 @@ def find_nonfinite_loss(model: nn.Module, loss: Tensor, *, frame: FrameType | No
     wants_nan = bool(torch.isnan(value).any())
     name, node = _first_bad_node(loss, torch.isnan if wants_nan else torch.isinf)
     word = "NaN" if wants_nan else "Inf"
+    if name == _FED:
+        return _fed_finding(node, word)
     last = name is None  # nothing that was saved is bad: the last operation made it
     name, node = (_plain_name(loss.grad_fn), loss.grad_fn) if name is None else (name, node)
     place, inside = find_call(model, frame, name, _neighbours(loss, node))
@@ -81,6 +83,31 @@ def find_nonfinite_loss(model: nn.Module, loss: Tensor, *, frame: FrameType | No
     )
 
 
+def _fed_finding(node: Any, word: str) -> Finding:
+    name = _plain_name(node)
+    return NONFINITE_LOSS.finding(
+        f"the loss is {word}: {name} was given a tensor that held it already and that carries no graph: it came with "
+        "the batch, or was computed before",
+        op=name,
+        cause=f"{word} in an input of {name} that no operation of this graph made",
+        fix=_FROM_OUTSIDE,
+    )
+
+
+def unexplained_loss(loss: Tensor) -> Finding | None:
+    """P211 for a loss that a replay does not show again, or nothing can replay. None when it is finite. Host sync."""
+    value = loss.detach()
+    if bool(torch.isfinite(value).all()):
+        return None
+    return NONFINITE_LOSS.finding(
+        f"the loss is {'NaN' if bool(torch.isnan(value).any()) else 'Inf'}; running the micro-batch again did not "
+        "show where it began",
+        cause="not reproduced: it hangs on state that a replay does not put back (a counter, a cache, random numbers "
+        "of your own), or on another micro-batch of the step",
+        fix="torch.autograd.set_detect_anomaly(True) around that step names the operation",
+    )
+
+
 def _first_bad_node(loss: Tensor, is_bad: Callable[[Tensor], Tensor]) -> tuple[str | None, Any]:
     """(operation, its node) that made the first bad value: one that saved it as result, else the one that fed it."""
     nodes = sorted(nodes_of(loss.grad_fn), key=lambda n: n._sequence_nr())
@@ -94,10 +121,24 @@ def _first_bad_node(loss: Tensor, is_bad: Callable[[Tensor], Tensor]) -> tuple[s
             continue
         if any(s.field in ("result", "output") for s in bad):
             return _plain_name(node), node
-        makers = [child for child, _ in node.next_functions if child is not None and not hasattr(child, "variable")]
-        maker = max(makers, key=lambda n: n._sequence_nr(), default=node)
-        return _plain_name(maker), maker
+        made = [n for s in bad if s.tensor is not None and (n := _beneath_views(s.tensor.grad_fn)) is not None]
+        if made:
+            maker = min(made, key=lambda n: n._sequence_nr())
+            return _plain_name(maker), maker
+        return _FED, node
     return None, None
+
+
+_FED = "fed"
+"""Stands for an operation's name where the bad value came in with a tensor that no operation of the graph made."""
+_VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Expand", "Squeeze", "Unsqueeze", "Clone")
+
+
+def _beneath_views(node: Any) -> Any:
+    """The node that made the values which a node only shows in another shape."""
+    while node is not None and node.name().split("Backward", 1)[0] in _VIEWS:
+        node = node.next_functions[0][0]
+    return None if node is None or hasattr(node, "variable") else node
 
 
 def _binding_of_value(frame: FrameType, value: Tensor) -> SourceLine | None:
@@ -124,12 +165,12 @@ def _neighbours(loss: Tensor, node: Any) -> set[str]:
 
 def _bad_weights_finding(weights: list[str]) -> Finding:
     return NONFINITE_GRAD.finding(
-        f"the loss is not finite because weights are not: first `{weights[0]}` ({len(weights)} in all). A gradient "
-        "of an earlier "
-        "step was Inf or NaN and was stepped into them",
+        f"the loss is not finite because weights are not: first `{weights[0]}` ({len(weights)} in all). They were not "
+        "before this step: a gradient of an earlier one was Inf or NaN and was stepped into them, or they were made or "
+        "loaded so",
         params=weights[:5],
         op="optimizer.step",
-        cause="non-finite gradients reached the optimizer",
+        cause="weights were not finite before the step",
         fix="go back to a checkpoint with finite weights; step only when `torch.isfinite(clip_grad_norm_(...))`, or "
         "train with a gate for it",
     )
@@ -176,8 +217,11 @@ def _loss_finding(record: Recorder, loss: Tensor) -> Finding:
         module=module,
         op=first.short_name,
         cause=f"{first.short_name}{inside} gave {'NaN' if first.has_nan else 'Inf'}; {fed}{hint}",
-        fix=_remedy_for(first.short_name, masked=bool(hint)),
+        fix=_FROM_OUTSIDE if first.fed_bad else _remedy_for(first.short_name, masked=bool(hint)),
     )
+
+
+_FROM_OUTSIDE = "look at the data (and at what was prepared before the forward): print(torch.isfinite(x).all()) for it"
 
 
 def _origin(record: Recorder, op: Op) -> tuple[Op, str]:
@@ -202,6 +246,11 @@ def _is_bad(producer: Op) -> bool:
 
 def _inputs_were(record: Recorder, op: Op) -> str:
     held = [record.ops[i.producer] for i in op.inputs if i.producer >= 0]
+    if op.fed_bad:
+        return (
+            f"its input held {op.fed_bad} that no operation of the step made: it came with the batch, or was computed "
+            "before"
+        )
     if any(o.has_nan for o in held):
         return "its input held NaN"
     if any(o.has_inf for o in held):

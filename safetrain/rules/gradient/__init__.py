@@ -44,6 +44,7 @@ from safetrain.rules.gradient.optimizers import (
     judge_coverage,
     judge_duplicates,
     judge_frozen,
+    parameters_of_drivers,
     shared_finding,
 )
 
@@ -78,6 +79,7 @@ __all__ = [
     "judge_duplicates",
     "judge_frozen",
     "may_have_constant_term",
+    "parameters_of_drivers",
     "shared_finding",
     "stale_finding",
     "zero_gradient_causes",

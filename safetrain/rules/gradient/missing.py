@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from types import CodeType
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,7 +22,7 @@ from safetrain.rules.gradient.catalogue import (
 )
 from safetrain.rules.loop.norms import reentrant_finding
 from safetrain.source import with_text
-from safetrain.source.syntax import no_grad_block
+from safetrain.source.syntax import no_grad_block, statement_at
 
 _CUT_ADVICE: dict[str, tuple[str, str]] = {
     "reentrant": (
@@ -125,8 +127,11 @@ def _unused_finding(kind: str, module: str, names: list[str], verdicts: Mapping[
             cause += f"; the last thing made from it is `{op}` at {written(line)}"
         fix = "use the result in the loss, or freeze the module"
     elif kind == "backward_gave_none":
-        cause = "the loss reaches it, but a backward on the way returned None instead of a gradient"
+        function = next((v.function for n in names if (v := verdicts[n]) is not None and v.function), None)
+        who = f"the backward of `{function.__name__}`" if function is not None else "a backward on the way"
+        cause = f"the loss reaches it, but {who} returned None instead of a gradient"
         fix = "return a gradient for that input from the Function's backward"
+        source = _last_return(function) if function is not None else None
     else:
         cause = "it is not reachable from the loss"
         fix = "use it in the loss, or freeze it with requires_grad_(False)"
@@ -134,6 +139,17 @@ def _unused_finding(kind: str, module: str, names: list[str], verdicts: Mapping[
         f"{what} got no gradient: {cause}. It stays as it was initialised.",
         source=source, params=names, module=module or None, op=op, cause=cause, fix=fix,
     )  # fmt: skip
+
+
+def _last_return(function: type) -> SourceLine | None:
+    """The last `return` of a hand-written Function's backward."""
+    code: CodeType | None = getattr(getattr(function, "backward", None), "__code__", None)
+    if code is None:
+        return None
+    for line in sorted({line for _, _, line in code.co_lines() if line}, reverse=True):
+        if isinstance(statement_at(code.co_filename, line), ast.Return):
+            return with_text(SourceLine(code.co_filename, line))
+    return None
 
 
 def find_constant_terms(terms: Iterable[Term]) -> list[Finding]:

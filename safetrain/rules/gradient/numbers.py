@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from safetrain.findings import Finding, SourceLine
 from safetrain.recording.path_look import written
+from safetrain.recording.saved import saves_behind_hooks
 from safetrain.rules.gradient.catalogue import (
     GRADIENT_SCALE,
     NO_UPDATE,
@@ -22,6 +25,32 @@ from safetrain.source import with_text
 
 _FLAT_NODES = ("SignBackward", "SgnBackward", "RoundBackward", "FloorBackward", "CeilBackward", "TruncBackward")
 _FLAT_NAMES = ("sign", "sgn", "round", "floor", "ceil", "trunc")
+_MAY_STOP = {
+    "Relu": "every unit of a `relu` is off for the whole batch (dead)",
+    "Threshold": "every unit of a `relu` is off for the whole batch (dead)",
+    "Clamp": "`clamp` cuts off every value, so its derivative is zero",
+    "ClampMin": "`clamp` cuts off every value, so its derivative is zero",
+    "ClampMax": "`clamp` cuts off every value, so its derivative is zero",
+    "Hardtanh": "`hardtanh` cuts off every value, so its derivative is zero",
+    "Hardsigmoid": "`hardsigmoid` is saturated for the whole batch, so its derivative is zero",
+    "Hardswish": "every unit of a `hardswish` is off for the whole batch (dead)",
+    "Sigmoid": "`sigmoid` is saturated for the whole batch, so its derivative is zero",
+    "Tanh": "`tanh` is saturated for the whole batch, so its derivative is zero",
+    "Gelu": "every unit of a `gelu` is off for the whole batch (dead)",
+    "Silu": "every unit of a `silu` is off for the whole batch (dead)",
+    "Elu": "every unit of an `elu` is off for the whole batch (dead)",
+    "Softplus": "every unit of a `softplus` is off for the whole batch (dead)",
+    "Softmax": "`softmax` is saturated for the whole batch, so its derivative is zero",
+    "LogSoftmax": "`log_softmax` is saturated for the whole batch, so its derivative is zero",
+    "Div": "`div` with rounding is flat: its derivative is zero everywhere",
+    "Mul": "it is multiplied by zero",
+}
+"""Nodes that may pass no gradient on at all, and what it means when they do."""
+_LEADS_TO_THE_LOSS = (
+    "Mean", "Sum", "Add", "Sub", "Rsub", "Neg", "Div", "Mul", "Stack", "Cat", "View", "UnsafeView", "ReshapeAlias",
+    "Squeeze", "Unsqueeze", "Expand", "Select", "Slice", "ToCopy", "Index", "Clone", "Pow",
+)  # fmt: skip
+"""Nodes that only gather a loss: a hinge below nothing but these is met, not dead."""
 
 
 @dataclass(slots=True)
@@ -31,37 +60,65 @@ class ZeroCause:
     op: str
     text: str
     proved: bool
+    meant: bool = False
+    """A term of the loss that has reached its limit (a hinge, free bits): no fault."""
+    node: int = 0
+    """Autograd's number of the operation."""
+    line: SourceLine | None = None
 
 
 def zero_gradient_causes(loss: Tensor, params: Mapping[str, Tensor], limit: int = 200_000) -> dict[str, ZeroCause]:
     """For parameters whose gradient is zero: the operation on every path from the loss that makes it so.
 
-    Reads saved tensors of activations (a host sync each): only on suspicion.
+    Runs the backward of single activations with random gradients (a host sync each): only on suspicion.
     """
+    if not bool(loss.detach().any()):
+        met = ZeroCause("loss", "the loss is zero: it is met", False, meant=True)
+        return dict.fromkeys(params, met)
     dead: dict[object, ZeroCause] = {}
     reached: set[int] = set()
-    seen: set[object] = set()
-    stack = [loss.grad_fn] if loss.grad_fn is not None else []
-    while stack and len(seen) < limit:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        cause = _stops_gradient(node)
-        if cause is not None:
-            dead[node] = cause
-            continue
+    gathers: dict[object, bool] = {}
+    stack: list[tuple[Any, bool]] = [(loss.grad_fn, True)] if loss.grad_fn is not None else []
+    while stack and len(gathers) < limit:
+        node, gathering = stack.pop()
+        if gathers.get(node, not gathering) is gathering or gathers.get(node) is False:
+            continue  # seen as part of the loss already, or from further in
+        gathers[node] = gathering
         variable = getattr(node, "variable", None)
         if variable is not None:
             reached.add(id(variable))
-        stack.extend(n for n, _ in node.next_functions if n is not None and n not in seen)
+            continue
+        stops = _stops_gradient(node)
+        below = gathering and _gathers(node)
+        for place, (child, _) in enumerate(node.next_functions):
+            if child is None:
+                continue
+            if stops is not None and stops.edges[place]:
+                cause = stops.cause
+                cause.meant = gathering and cause.op in ("relu", "clamp")
+                if child not in dead or dead[child].meant:
+                    dead[child] = cause
+            else:
+                stack.append((child, below))
     causes: dict[str, ZeroCause] = {}
-    for flat, cause in dead.items():
-        below = _leaves_below(flat, limit)
+    for child, cause in dead.items():
+        below_it = _leaves_below(child, limit)
         for name, p in params.items():
-            if id(p) in below and id(p) not in reached:
-                causes.setdefault(name, cause)
+            if id(p) in below_it and id(p) not in reached and (name not in causes or causes[name].meant):
+                causes[name] = cause
     return causes
+
+
+def _gathers(node: Any) -> bool:
+    """Whether a node only sums, scales or reshapes what the loss is made of."""
+    name = _name_of(node)
+    if name in ("Mul", "Div") and sum(child is not None for child, _ in node.next_functions) > 1:
+        return False
+    return name in _LEADS_TO_THE_LOSS
+
+
+def _name_of(node: Any) -> str:
+    return str(node.name()).split("Backward", 1)[0]
 
 
 def _leaves_below(root: object, limit: int) -> set[int]:
@@ -80,48 +137,55 @@ def _leaves_below(root: object, limit: int) -> set[int]:
     return leaves
 
 
-def _stops_gradient(node: object) -> ZeroCause | None:
-    name: str = node.name()  # type: ignore[attr-defined]
-    if name.startswith(_FLAT_NODES):
-        op = name.split("Backward", 1)[0].lower()
-        return ZeroCause(op, f"`{op}` is flat: its derivative is zero everywhere", True)
+@dataclass(slots=True)
+class _Stop:
+    cause: ZeroCause
+    edges: tuple[bool, ...]
+    """For each input of the node: does it get nothing?"""
+
+
+def _stops_gradient(node: Any) -> _Stop | None:
+    name = _name_of(node)
+    if node.name().startswith(_FLAT_NODES):
+        op = name.lower()
+        cause = ZeroCause(op, f"`{op}` is flat: its derivative is zero everywhere", True, node=node._sequence_nr())
+        return _Stop(cause, (True,) * len(node.next_functions))
+    if name not in _MAY_STOP or saves_behind_hooks(node):
+        return None  # under activation checkpointing asking would recompute
     try:
-        if name.startswith(("ReluBackward", "ThresholdBackward")):
-            result = getattr(node, "_saved_result", None)
-            if result is not None and not bool((result > 0).any()):
-                return ZeroCause("relu", "every unit of a `relu` is off for the whole batch (dead)", True)
-        elif name.startswith(("SoftmaxBackward", "LogSoftmaxBackward")):
-            result = node._saved_result  # type: ignore[attr-defined]
-            dim = node._saved_dim  # type: ignore[attr-defined]
-            dim = dim - 2**64 if dim > 2**63 else dim
-            if result.dim() and result.shape[dim] == 1:
-                return ZeroCause("softmax", "`softmax` runs over a dimension of size 1, so it is always 1", True)
-        elif name.startswith("MulBackward"):
-            other = getattr(node, "_saved_other", None)
-            if isinstance(other, Tensor) and not bool(other.any()):
-                return ZeroCause("mul", "it is multiplied by zero", False)
-        elif name.startswith("ClampBackward") and _all_clamped(node):
-            return ZeroCause("clamp", "`clamp` cuts off every value, so its derivative is zero", True)
+        edges = _dead_edges(node)
     except (RuntimeError, AttributeError, IndexError):
-        return None  # freed, packed by a hook, or of another version of torch: nothing is proved
-    return None
+        return None  # freed, or of another version of torch: nothing is proved
+    if not any(edges):
+        return None
+    plain = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+    op = {"threshold": "relu", "clamp_min": "clamp", "clamp_max": "clamp"}.get(plain, plain)
+    text = _MAY_STOP[name]
+    if "softmax" in op and _width(node) == 1:
+        text = f"`{op}` runs over a dimension of size 1, so its result is always the same"
+    return _Stop(ZeroCause(op, text, op != "mul", node=node._sequence_nr()), edges)
 
 
-def _all_clamped(node: object) -> bool:
-    value = node._saved_self  # type: ignore[attr-defined]
-    low, high = getattr(node, "_saved_min", None), getattr(node, "_saved_max", None)
-    inside = torch.ones_like(value, dtype=torch.bool)
-    if low is not None:
-        inside &= value >= low
-    if high is not None:
-        inside &= value <= high
-    return not bool(inside.any())
+def _width(softmax: Any) -> int:
+    """Size of the dimension that a softmax runs over."""
+    shape, dim = softmax._input_metadata[0].shape, softmax._saved_dim
+    return int(shape[dim - 2**64 if dim > 2**63 else dim]) if len(shape) else 1
+
+
+def _dead_edges(node: Any) -> tuple[bool, ...]:
+    """Which inputs of a node get exactly nothing from a random gradient. A linear map that gives zero then is zero."""
+    meta = node._input_metadata[0]
+    generator = torch.Generator(device=meta.device).manual_seed(0)  # the run's own generators stay as they are
+    gradient = torch.randn(meta.shape, dtype=meta.dtype, device=meta.device, generator=generator)
+    with torch.no_grad():
+        results = node(gradient, *(None for _ in node._input_metadata[1:]))
+    results = results if isinstance(results, tuple) else (results,)
+    return tuple(isinstance(r, Tensor) and r.numel() > 0 and not bool(r.any()) for r in results)
 
 
 def find_zero_grads(
     zeros: Sequence[str],
     causes: Mapping[str, ZeroCause],
-    lines: Mapping[str, SourceLine | None],
     *,
     steps: int,
     weights: Sequence[str],
@@ -130,19 +194,18 @@ def find_zero_grads(
 
     A warning where an operation proves it; without a cause a note, and for `weights` (two or more dimensions) only: a
     zero gradient of a bias can be mathematics (a critic's last bias under a gradient penalty, a bias before a norm).
-    `lines` are lines of flat operations by name.
     """
-    by_cause: dict[str, tuple[ZeroCause, list[str]]] = {}
+    by_cause: dict[object, tuple[ZeroCause, list[str]]] = {}
     rest: list[str] = []
     for name in zeros:
         cause = causes.get(name)
         if cause is not None:
-            by_cause.setdefault(cause.text, (cause, []))[1].append(name)
+            by_cause.setdefault((cause.text, cause.line), (cause, []))[1].append(name)
         elif name in weights:
             rest.append(name)
     findings = []
     for cause, names in by_cause.values():
-        line = next((src for op, src in lines.items() if op.strip("_") == cause.op and src), None)
+        line = cause.line
         where = f" at {written(line)}" if line else ""
         findings.append(
             ZERO_GRAD.finding(

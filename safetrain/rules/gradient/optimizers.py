@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType, FunctionType
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,7 +24,8 @@ from safetrain.rules.gradient.catalogue import (
     listed,
     module_at,
 )
-from safetrain.source import with_text
+from safetrain.source import frame_locals, with_text
+from safetrain.source.called import is_users_class
 
 
 @dataclass(slots=True)
@@ -73,7 +76,7 @@ def judge_coverage(
     findings: list[Finding] = []
     line = next(iter((lines or {}).values()), None)
     if stale:
-        paired = _pair_by_shape(lost, [h.tensor for h in stale if h.tensor is not None])
+        paired = _pairs(lost, [h.tensor for h in stale if h.tensor is not None])
         names = [h.name for h in (paired or lost)]
         findings.append(
             STALE_IN_OPTIMIZER.finding(
@@ -153,20 +156,39 @@ def find_unregistered(
     for p in lost:
         label = found.get(id(p)) or (name_of(p) if name_of else None)
         if label is not None:
-            by_place[label.split("[", 1)[0]].append(label)
+            place, bracket, _ = label.partition("[")
+            by_place[place if bracket else label.rpartition(".")[0] or label].append(label)
     return [
         NOT_IN_OPTIMIZER.finding(
-            f"`{place}` holds {len(labels)} parameters that the model does not know ({listed(labels)}): they are "
-            "used by the "
-            "loss, but model.parameters() misses them, so they are not trained, moved or saved.",
+            f"`{place}` holds parameters that the model does not know ({listed(labels)}): the loss uses them, "
+            "but model.parameters() misses them, so they are not trained, moved or saved.",
             params=labels,
             module=place,
             holder=place,
             cause="not registered: modules in a plain list, dict or object are invisible to the model",
-            fix="use nn.ModuleList, nn.ModuleDict or nn.ParameterList",
+            fix="use nn.ModuleList, nn.ModuleDict or nn.ParameterList inside the model; what is kept beside it (a loss "
+            "with weights of its own) goes to the optimizer: optimizer.add_param_group(...)",
         )
         for place, labels in by_place.items()
     ]
+
+
+def parameters_of_drivers(frame: FrameType | None) -> dict[int, str]:
+    """Parameters that objects of the user's classes keep whose methods run in `frame` or above it, by id.
+
+    A Trainer subclass is one: `self.criterion`, `self.log_vars`. Modules in eval mode (a fixed feature network) do not
+    count.
+    """
+    found: dict[int, str] = {}
+    while frame is not None:
+        owner = frame_locals(frame).get("self") if "self" in frame.f_code.co_varnames[:1] else None
+        kind = type(owner)
+        if owner is not None and not isinstance(owner, (nn.Module, type)) and is_users_class(kind):
+            for name, value in list(vars(owner).items()):
+                if not isinstance(value, nn.Module) or value.training:
+                    _collect_hidden(f"{kind.__name__}.{name}", value, found, depth=2)
+        frame = frame.f_back
+    return found
 
 
 def hidden_parameters(model: nn.Module) -> dict[int, str]:
@@ -186,6 +208,10 @@ def _collect_hidden(path: str, value: object, found: dict[int, str], depth: int)
     elif issubclass(kind, nn.Module):
         for name, p in value.named_parameters():  # type: ignore[attr-defined]
             found.setdefault(id(p), f"{path}.{name}")
+    elif depth and kind is FunctionType:
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):  # type: ignore[attr-defined]
+            with contextlib.suppress(ValueError):  # a name that has no value yet
+                _collect_hidden(f"{path}.{name}", cell.cell_contents, found, depth - 1)
     elif depth and kind in (list, tuple):
         for i, item in enumerate(value[:256]):  # type: ignore[index]
             _collect_hidden(f"{path}[{i}]", item, found, depth - 1)
@@ -281,13 +307,15 @@ def shared_finding(names: Sequence[str], optimizers: Sequence[str], *, proved: b
     )
 
 
-def _pair_by_shape(lost: Sequence[Held], stale: Sequence[Tensor]) -> list[Held]:
-    """Those of `lost` that have a counterpart of the same shape among `stale`."""
-    shapes = [tuple(t.shape) for t in stale]
-    paired = []
-    for held in lost:
-        tensor = held.tensor
-        if tensor is not None and tuple(tensor.shape) in shapes:
-            shapes.remove(tuple(tensor.shape))
-            paired.append(held)
-    return paired
+def _pairs(lost: Sequence[Held], stale: Sequence[Tensor]) -> list[Held]:
+    """Those of `lost` with a counterpart among `stale`: of their shape, else of as many dimensions (a new head)."""
+    left = [tuple(t.shape) for t in stale]
+    paired: list[Held] = []
+    for alike in (lambda a, b: a == b, lambda a, b: len(a) == len(b)):
+        for held in lost:
+            tensor = held.tensor
+            match = next((s for s in left if tensor is not None and alike(tuple(tensor.shape), s)), None)
+            if match is not None and held not in paired:
+                left.remove(match)
+                paired.append(held)
+    return [held for held in lost if held in paired]

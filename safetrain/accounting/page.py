@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 from collections.abc import Mapping, Sequence
 
 from safetrain.accounting.ownership import OWNERS, StepMemory, place
@@ -18,6 +19,10 @@ _COLOURS = dict(
     )
 )
 _WIDTH, _HEIGHT = 960, 320
+_TOP = 16
+"""Room above the highest point, for the label of the peak."""
+_LETTER = 7
+"""Width of a letter of a label."""
 _MAX_POINTS = 320
 _BIGGEST = 30
 _BARS = 24
@@ -38,10 +43,14 @@ td.text {{ overflow-wrap: anywhere; }}
 .scroll {{ overflow-x: auto; }}
 .swatch {{ display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .5em; }}
 .bar {{ display: grid; grid-template-columns: minmax(8rem, 22rem) 1fr 6rem; gap: .6rem; align-items: center; }}
+.bar.wide {{ grid-template-columns: minmax(8rem, 36rem) 1fr 6rem; }}
+.legend {{ display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; }}
+.note {{ opacity: .7; font-size: .9em; margin: .3rem 0; }}
 .bar span:first-child {{ overflow-wrap: anywhere; }} .bar span:last-child {{ text-align: right; }}
 .bar i {{ display: block; height: .8em; border-radius: 2px; background: #ff725c; }}
 code {{ font-size: .9em; }}
 svg {{ width: 100%; height: auto; }} svg text {{ fill: currentColor; font-size: 12px; }}
+svg text.on {{ paint-order: stroke; stroke: Canvas; stroke-width: 3px; stroke-linejoin: round; }}
 #at {{ min-height: 1.5em; font-variant-numeric: tabular-nums; }}
 </style>
 <h1>{title}</h1>
@@ -52,6 +61,8 @@ svg {{ width: 100%; height: auto; }} svg text {{ fill: currentColor; font-size: 
 {chart}
 <line id="cursor" y1="0" y2="{height}" stroke="currentColor" visibility="hidden"/>
 </svg>
+<p class="note">From left to right: each time that a tensor is made or freed, not seconds.</p>
+<div class="legend">{legend}</div>
 <div id="at"></div>
 <h2>Bytes by owner</h2>
 <div class="scroll">{owners}</div>
@@ -89,9 +100,10 @@ def page(memory: StepMemory, title: str) -> str:
         height=_HEIGHT,
         full=_HEIGHT + 24,
         chart=_chart(memory, moments, columns),
+        legend=_legend(columns),
         owners=_owner_table(memory),
         modules=_bars(memory.activations_by("module")),
-        lines=_bars(memory.activations_by("line")),
+        lines=_bars(memory.activations_by("line"), "bar wide"),
         biggest=_biggest_table(memory),
         points=json.dumps([_in_words(memory, clock, column) for clock, column in zip(moments, columns, strict=True)]),
     )
@@ -116,7 +128,7 @@ def _moments(memory: StepMemory) -> list[int]:
 
 
 def _chart(memory: StepMemory, moments: Sequence[int], columns: Sequence[Mapping[str, int]]) -> str:
-    top = max(memory.peak_bytes, 1) * 1.05
+    top = max(memory.peak_bytes, 1) * _HEIGHT / (_HEIGHT - _TOP)
     xs = [_x(clock, memory) for clock in moments]
     shapes = []
     floor = [0.0] * len(moments)
@@ -126,16 +138,54 @@ def _chart(memory: StepMemory, moments: Sequence[int], columns: Sequence[Mapping
         points = " ".join(f"{x:.1f},{_HEIGHT * (1 - value / top):.1f}" for x, value in edge)
         shapes.append(f'<polygon points="{points}" fill="{_COLOURS[owner]}"><title>{owner}</title></polygon>')
         floor = ceiling
-    for name, clock in memory.phases.items():
-        x = _x(clock, memory)
-        shapes.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{_HEIGHT}" stroke="var(--line)"/>')
-        shapes.append(f'<text x="{x - 4:.1f}" y="{_HEIGHT + 16}" text-anchor="end">{name}</text>')
+    shapes += _scale(top)
+    shapes += _phases(memory)
     peak = _x(memory.peak_clock, memory)
     anchor = "end" if peak > _WIDTH / 2 else "start"
     shapes.append(f'<line x1="{peak:.1f}" x2="{peak:.1f}" y1="0" y2="{_HEIGHT}" stroke="currentColor"/>')
     label = f"peak {format_bytes(memory.peak_bytes)}"
-    shapes.append(f'<text x="{peak + (-6 if anchor == "end" else 6):.1f}" y="13" text-anchor="{anchor}">{label}</text>')
+    shapes.append(
+        f'<text class="on" x="{peak + (-6 if anchor == "end" else 6):.1f}" y="13" text-anchor="{anchor}">{label}</text>'
+    )
     return "\n".join(shapes)
+
+
+def _scale(top: float) -> list[str]:
+    """Lines at round numbers of bytes, three to seven of them."""
+    step = 10.0 ** math.floor(math.log10(top / 2))
+    step *= next(factor for factor in (1, 2, 5) if top / (step * factor) <= 7)
+    shapes = []
+    for i in range(1, int(top / step) + 1):
+        y = _HEIGHT * (1 - i * step / top)
+        shapes.append(f'<line x1="0" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--line)"/>')
+        shapes.append(f'<text class="on" x="4" y="{y - 3:.1f}">{format_bytes(i * step)}</text>')
+    return shapes
+
+
+def _phases(memory: StepMemory) -> list[str]:
+    """The end of each phase, with its name in the middle of it where there is room."""
+    shapes, start = [], 0.0
+    for name, clock in memory.phases.items():
+        end = _x(clock, memory)
+        shapes.append(f'<line x1="{end:.1f}" x2="{end:.1f}" y1="0" y2="{_HEIGHT}" stroke="var(--line)"/>')
+        fits = end - start > _LETTER * len(name)
+        x, anchor = ((start + end) / 2, "middle") if fits else (end - 4, "end")
+        shapes.append(f'<text x="{x:.1f}" y="{_HEIGHT + 16}" text-anchor="{anchor}">{name}</text>')
+        start = end
+    return shapes
+
+
+def _legend(columns: Sequence[Mapping[str, int]]) -> str:
+    """The owners that occur, the uppermost in the chart first."""
+    return "".join(
+        f"<span>{_swatch(owner)}{owner}</span>"
+        for owner in reversed(OWNERS)
+        if any(column[owner] for column in columns)
+    )
+
+
+def _swatch(owner: str) -> str:
+    return f'<span class="swatch" style="background:{_COLOURS[owner]}"></span>'
 
 
 def _x(clock: int, memory: StepMemory) -> float:
@@ -153,9 +203,7 @@ def _owner_table(memory: StepMemory) -> str:
     rows = ["<tr><th></th>" + "".join(f"<th>{name}</th>" for name in moments) + "</tr>"]
     for owner in OWNERS:
         cells = "".join(f"<td>{format_bytes(column[owner])}</td>" for column in columns)
-        rows.append(
-            f'<tr><td><span class="swatch" style="background:{_COLOURS[owner]}"></span>{owner}</td>{cells}</tr>'
-        )
+        rows.append(f"<tr><td>{_swatch(owner)}{owner}</td>{cells}</tr>")
     totals = "".join(f"<td>{format_bytes(sum(column.values()))}</td>" for column in columns)
     rows.append(f"<tr><td>all tensors</td>{totals}</tr>")
     other = f"<td>{format_bytes(memory.other_bytes)}</td>" + "<td></td>" * (len(columns) - 1)
@@ -163,12 +211,12 @@ def _owner_table(memory: StepMemory) -> str:
     return f"<table>{''.join(rows)}</table>"
 
 
-def _bars(values: Mapping[str, int]) -> str:
+def _bars(values: Mapping[str, int], classes: str = "bar") -> str:
     if not values:
         return "<p>None.</p>"
     most = max(values.values())
     bars = [
-        f'<div class="bar"><span><code>{html.escape(name)}</code></span>'
+        f'<div class="{classes}"><span><code>{html.escape(name)}</code></span>'
         f'<i style="width:{100 * size / most:.1f}%"></i><span>{format_bytes(size)}</span></div>'
         for name, size in list(values.items())[:_BARS]
     ]

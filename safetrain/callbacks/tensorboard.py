@@ -24,11 +24,11 @@ LAYOUT = {
         "MB by phase": ["Multiline", ["memory/(start|after_.*|evaluation|peak)_mb"]],
         "MB by owner after forward: each line with all below it": ["Multiline", ["memory_stacked/.*"]],
         "growth, kB a step": ["Multiline", ["memory/growth_kb_per_step"]],
-        "reserved but not in use (share); allocation retries": [
+        "reserved but not in use, as a share": ["Multiline", ["memory/fragmentation"]],
+        "allocation retries; splits after memory ran out": [
             "Multiline",
-            ["memory/fragmentation", "memory/alloc_retries"],
+            ["memory/alloc_retries", "memory/oom_splits"],
         ],
-        "steps split because memory ran out": ["Multiline", ["memory/oom_splits"]],
     },
     "gradients": {
         "total norm before clipping": ["Multiline", ["train/grad_norm"]],

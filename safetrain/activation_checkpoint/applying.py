@@ -23,8 +23,10 @@ def apply(model: nn.Module, options: CheckpointOptions) -> list[str]:
     """Make the chosen modules recompute (or offload), in place, and return their names. `undo` reverts it.
 
     Where gradients are off a module runs as ever. Gradients are bit-equal to those without checkpointing, under dropout
-    and autocast too, and buffers such as BatchNorm's statistics are updated once. Names in the state dict do not
-    change. With `mode="auto"` all of them recompute: the state from which `AutoCheckpoint` starts.
+    and autocast too (but for `selective` with a weight that is used several times under autocast: equal to the
+    rounding of its casts), and buffers such as BatchNorm's statistics are updated once. An in-place write over what
+    backward needs is an error, as without checkpointing. Names in the state dict do not change. With `mode="auto"` all
+    of them recompute: the state from which `AutoCheckpoint` starts.
 
     Cannot see: Python attributes that a forward changes. Raises `ConfigError` for a pattern that matches nothing, for
     a model without repeated blocks where no pattern is given, and for `preserve_rng_state=False` over dropout.

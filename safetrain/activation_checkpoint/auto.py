@@ -43,6 +43,8 @@ _MAX_TRIED = 3
 """Blocks of one class on which selective recomputation is tried."""
 _TRIAL_BYTES = 1.5
 """What it may keep there at most, in shares of what a block leaves out: not known before it was tried."""
+_LAST_OUTPUTS = 3
+"""Tensors of the output's size that the end of a block makes: a product, a dropout, a sum."""
 _SLOW_HEAP_NS = 1_000_000_000
 """The heap's own account is worth waiting for: few steps are measured."""
 
@@ -224,7 +226,7 @@ class AutoCheckpoint(Callback):
             keep(
                 name,
                 self._seconds.get(name, (0.0, 0.0))[0],
-                [(span, call.used_after_recompute - call.used_before_recompute) for call, span in block],
+                [(span, _left_out(call), _reaches_higher(call, span, self._taken)) for call, span in block],
                 last,
             )
             for name, block in calls.items()
@@ -259,11 +261,11 @@ class AutoCheckpoint(Callback):
             if mode != "selective" or name not in trial or name not in self._profile.calls:
                 continue
             whole = [call for call, _ in self._profile.calls[name]]
-            left_out = sum(call.used_after_recompute - call.used_before_recompute for call in whole)
+            left_out = sum(map(_left_out, whole))
             kept = sum(c.used_after - c.used_before for c in trial[name]) - sum(
                 c.used_after - c.used_before for c in whole
             )
-            again = sum(call.used_after_recompute - call.used_before_recompute for call in trial[name])
+            again = sum(map(_left_out, trial[name]))
             before, now = self._seconds[name], times[name]
             saving = (before[0] - now[0] - max(0.0, now[1] - before[1])) / max(before[0], 1e-9)
             facts[type(self.blocks[name])].append(
@@ -275,7 +277,7 @@ class AutoCheckpoint(Callback):
             if known is None:
                 continue
             saved, kept, beyond = map(median, zip(*known, strict=True))
-            sizes = [(span, call.used_after_recompute - call.used_before_recompute) for call, span in block]
+            sizes = [(span, _left_out(call)) for call, span in block]
             spans = [(span, kept * size, beyond * size) for span, size in sizes]
             options.append(selective(name, saved * self._seconds[name][0], spans, len(self._profile.peaks)))
         return options
@@ -322,6 +324,22 @@ def auto_listeners(
             "what is measured before would not hold; name modules by activation_checkpoint.modules instead"
         )
     return [AutoCheckpoint(model, options, device=device)]
+
+
+def _left_out(call: RegionCall) -> int:
+    """Bytes that came back as a region ran again."""
+    return call.used_after_recompute - call.used_before_recompute
+
+
+def _reaches_higher(call: RegionCall, span: Span, peaks: list[int]) -> int:
+    """By how much the peak of a forward is higher when it keeps everything.
+
+    The recomputation is such a forward, but for what comes after the last value that backward needs: a few tensors of
+    the output's size.
+    """
+    left_out, output = _left_out(call), call.used_after - call.used_before
+    inside = max(peaks[span.recompute] - call.used_before_recompute, left_out + _LAST_OUTPUTS * output)
+    return min(left_out, max(0, call.used_before + inside - peaks[span.forward]))
 
 
 def _exact_meter(device: torch.device) -> Meter:

@@ -38,11 +38,13 @@ class Option:
     """Bytes added to each stretch; minus infinity where the stretch falls away."""
 
 
-def keep(block: str, seconds: float, spans: Iterable[tuple[Span, int]], num_stretches: int) -> Option:
-    """The option to keep activations: `spans` with the bytes that each call left out. `seconds` of recomputation."""
+def keep(block: str, seconds: float, spans: Iterable[tuple[Span, float, float]], num_stretches: int) -> Option:
+    """The option to keep activations: `spans` with the bytes that each call left out, and by how many its forward
+    reaches higher. `seconds` of recomputation."""
     extra = np.zeros(num_stretches)
-    for span, left_out in spans:
-        extra[span.forward : span.recompute] += left_out
+    for span, left_out, in_forward in spans:
+        extra[span.forward] += in_forward
+        extra[span.forward + 1 : span.recompute] += left_out
         extra[span.recompute : span.backward] = -np.inf
     return Option(block, "keep", seconds, extra)
 

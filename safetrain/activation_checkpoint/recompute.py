@@ -91,7 +91,10 @@ class _Nested:
 
 
 class _NoCastCache:
-    """Autocast casts a weight at each use: a cast that is found in its cache is an operation less, and they count."""
+    """Autocast casts a weight at each use: a cast that is found in its cache is an operation less, and they count.
+
+    A weight that is used several times gets gradients that add up in its own precision, not in that of the cast.
+    """
 
     def __enter__(self) -> None:
         self._enabled = torch.is_autocast_cache_enabled()

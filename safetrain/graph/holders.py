@@ -64,6 +64,8 @@ class Holder:
     steps: frozenset[int]
     watched: list[Any] = field(default_factory=list)
     """Containers in which another graph would show up."""
+    through_exception: bool = False
+    """Whether all of it hangs on exceptions: on their tracebacks or their arguments."""
 
     def describe(self) -> str:
         """``local `history` in main() → list[0..41]``."""
@@ -88,11 +90,6 @@ class Holder:
     def way(self) -> tuple[str, ...]:
         """The root and the proper names on the path: one leak keeps its way while its indices move."""
         return (self.root.label, *paths.named_edges(self.path))
-
-    @property
-    def through_exception(self) -> bool:
-        """Whether a traceback is on the path."""
-        return any(issubclass(type(obj), BaseException) for obj in self.path)
 
     @property
     def through_grad(self) -> bool:
@@ -139,7 +136,7 @@ def find_holders(
         if search.hits:
             return Holders(_group(search), is_complete)
         if time.thread_time() > deadline:
-            break
+            return Holders([], False)
     return Holders([], is_complete)
 
 
@@ -333,7 +330,9 @@ def _group(search: _Search) -> list[Holder]:
         containers = list({id(path[-2]): path[-2] for _, path in members[:16] if len(path) > 1}.values())
         if not isinstance(stem[-1], Tensor):
             containers.append(stem[-1])
-        holders.append(Holder(root, stem, [tensor for tensor, _ in members], frozenset(all_steps), containers))
+        by_exception = all(any(issubclass(type(obj), BaseException) for obj in path) for _, path in members)
+        tensors = [tensor for tensor, _ in members]
+        holders.append(Holder(root, stem, tensors, frozenset(all_steps), containers, by_exception))
     # Of several names for the same graphs, one in a container or an object outlasts a plain local variable.
     return sorted(
         holders, key=lambda h: (-len(h.steps), len(h.path) == 1 and isinstance(h.path[0], Tensor), len(h.path))

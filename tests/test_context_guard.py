@@ -72,6 +72,12 @@ def test_a_hook_that_leaks_in_each_call_is_one_finding() -> None:
     assert [f.count for f in report.findings] == [5]
 
 
+def test_a_hook_that_was_caught_once_is_put_right_in_each_call() -> None:
+    report, model = run(lambda m: m.eval(), calls=7)
+    assert model.training
+    assert [f.count for f in report.findings] == [7]
+
+
 def test_watching_costs_microseconds() -> None:
     model = make("mlp")
     state = RunState(model=model, optimizers={})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,54 @@ def test_a_hook_a_step_is_told_with_its_line(make: Callable[[], nn.Module], opti
     assert finding.source.text == "self.handle = layer.register_forward_hook(self)"
     assert finding.holder is not None
     assert finding.holder.endswith("._forward_hooks")
+
+
+def of_parameters(trainer: Trainer) -> list[Any]:
+    return [p.register_hook(lambda grad: grad.clamp(-1, 1)) for p in trainer.model.parameters()]
+
+
+def after_accumulation(trainer: Trainer) -> list[Any]:
+    return [p.register_post_accumulate_grad_hook(lambda p: None) for p in trainer.model.parameters()]
+
+
+def of_the_optimizer(trainer: Trainer) -> list[Any]:
+    return [trainer.state.optimizers["main"].register_step_post_hook(lambda *_: None)]
+
+
+def of_all_modules(trainer: Trainer) -> list[Any]:
+    return [nn.modules.module.register_module_forward_hook(lambda *_: None)]
+
+
+@pytest.mark.parametrize(
+    ("register", "told", "has_line"),
+    [
+        (of_parameters, "model.0.weight._backward_hooks", True),
+        (after_accumulation, "model.0.weight._post_accumulate_grad_hooks", True),
+        (of_the_optimizer, "optimizer main._optimizer_step_post_hooks", True),
+        (of_all_modules, "torch._global_forward_hooks", False),
+    ],
+)
+def test_hooks_of_parameters_optimizers_and_all_modules_pile_up_too(
+    register: Callable[[Trainer], list[Any]], told: str, has_line: bool
+) -> None:
+    made: list[Any] = []
+
+    def step(trainer: Trainer, x: Any, *, keep: bool) -> Any:
+        if not keep:
+            while made:
+                made.pop().remove()
+        made.extend(register(trainer))
+        return (trainer.model(x) - x).square().mean()
+
+    try:
+        found = findings_of(functools.partial(step, keep=True), perceptron())
+        finding = next(f for f in found if f.holder == told)
+        assert finding.first_step == 4
+        assert (finding.source is not None and "register_" in finding.source.text) is has_line
+    finally:
+        while made:
+            made.pop().remove()
+    assert findings_of(functools.partial(step, keep=False), perceptron(), steps=80) == []
 
 
 def removes(trainer: Trainer, x: Any) -> Any:

@@ -111,6 +111,44 @@ def test_a_masked_mean_is_read_too() -> None:
     assert weight is not None and weight.per_element == pytest.approx(1 / (4 * float(mask.sum())))
 
 
+@pytest.mark.parametrize("divide_by", ["own count", "window's count"])
+def test_sums_divided_by_counts_of_tokens(divide_by: str) -> None:
+    model = make("mlp")
+    optimizer = sgd(model)
+    torch.manual_seed(3)
+    with watched() as report:
+        for _ in range(6):
+            window = [tokens(16) for _ in range(4)]
+            total = sum((y != -100).sum() for _, y in window)
+            optimizer.zero_grad()
+            for x, y in window:
+                mask = (y != -100).float()
+                summed = (F.cross_entropy(model(x), y.clamp(min=0), reduction="none") * mask).sum()
+                (summed / total if divide_by == "window's count" else summed / mask.sum() / 4).backward()
+            optimizer.step()
+    if divide_by == "own count":
+        assert "a sum divided by its own count" in only(report, "L503").message
+    else:
+        assert loud(report) == []
+
+
+@pytest.mark.parametrize("divisor", [1, 4])
+def test_accumulation_under_label_smoothing(divisor: int) -> None:
+    model = make("mlp")
+    optimizer = sgd(model)
+    with watched() as report:
+        for _ in range(3):
+            for i, (x, y) in enumerate(loader(model, 64)):
+                (F.cross_entropy(model(x), y, label_smoothing=0.1) / divisor).backward()
+                if i % 4 == 3:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    if divisor == 1:
+        assert "4 backwards add up" in only(report, "L503").message
+    else:
+        assert loud(report) == []
+
+
 @pytest.mark.parametrize(
     ("loss", "expected"),
     [
@@ -338,7 +376,8 @@ def test_modes_in_the_trainer(fault: str, code: str | None) -> None:
     if code is None:
         assert loud(report) == []
     else:
-        assert only(report, code).message
+        finding = only(report, code)
+        assert finding.source is None  # this file calls eval() in many places: none of them is proved
     assert not model._forward_pre_hooks
 
 
@@ -502,6 +541,9 @@ class Reporting(nn.Module):
         out = self.inner(x)
         if self.how == "item":
             self.seen = out.mean().item()  # HERE
+        elif self.how == "branch":
+            if out.mean() > 0:  # HERE
+                out = out * 2
         elif self.how == "recompiles":
             out = out * self.scales[self.calls]
         return out
@@ -512,7 +554,7 @@ class Reporting(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("how", ["item", "plain", "recompiles"])
+@pytest.mark.parametrize("how", ["item", "branch", "plain", "recompiles"])
 def test_compiled_code_that_breaks_or_compiles_again_and_again(how: str, fresh_dynamo: None) -> None:
     model = Reporting(how)
     model.scales = {i: str(i) and float(i + 1) for i in range(99)}
@@ -528,7 +570,7 @@ def test_compiled_code_that_breaks_or_compiles_again_and_again(how: str, fresh_d
         assert loud(report) == []
     else:
         finding = only(report, "L508")
-        if how == "item":
+        if how in ("item", "branch"):
             assert finding.source is not None and "# HERE" in finding.source.text
 
 
@@ -572,6 +614,20 @@ def test_epochs_in_one_order(how: str) -> None:
         assert "same order" in only(report, "L509").message
     else:
         assert loud(report) == []
+
+
+def test_trials_that_each_start_from_one_seed_replay_no_epoch() -> None:
+    data = TensorDataset(*batch(make("mlp"), 32))
+    with watched() as report:
+        for _ in range(6):
+            torch.manual_seed(0)
+            model = make("mlp")
+            optimizer = sgd(model)
+            for x, y in DataLoader(data, 8, shuffle=True):
+                optimizer.zero_grad()
+                mean_loss(model, x, y).backward()
+                optimizer.step()
+    assert loud(report) == []
 
 
 # ---------------------------------------------------------------------- L510
@@ -657,6 +713,34 @@ def test_a_snapshot_that_is_the_live_model() -> None:
             assert loud(report) == []
         else:
             assert only(report, "L514").holder == "keeper.best"
+
+
+class OnlyKeeper:
+    """The one statement of this file that binds `the_best_ones` to a state dict has its line told."""
+
+    def __init__(self) -> None:
+        self.the_best_ones: Any = None
+
+    def keep(self, model: nn.Module, copied: bool) -> None:
+        weights = copy.deepcopy(model.state_dict()) if copied else model.state_dict()
+        self.the_best_ones = weights if copied else model.state_dict()
+
+
+def test_the_line_that_kept_the_live_weights() -> None:
+    class Keeps(Trainer):
+        keeper = OnlyKeeper()
+
+        def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            if self.state.step == 2:
+                self.keeper.keep(self.model, copied=False)
+            return mean_loss(self.model, *batch)
+
+    model, report = make("mlp"), Report()
+    guard = SnapshotGuard(report, lambda: [("keeper", Keeps.keeper)])
+    data = [batch(model) for _ in range(3)]
+    Keeps(model, sgd(model), max_steps=9, eval_every=3, guards="off", callbacks=[guard]).fit(data, data)
+    source = only(report, "L514").source
+    assert source is not None and source.text.startswith("self.the_best_ones = ")
 
 
 # ---------------------------------------------------------------------- healthy loops of every kind

@@ -97,9 +97,9 @@ class GateGuard(_Explainer):
 class FiniteGuard(_Explainer):
     """P206 and P211 where there is none: reads one number of the loss before each backward, and of a gradient after.
 
-    A small one of an early layer, which gets its gradient last, so what went wrong on the way is in it. On CPU these are
-    memory reads (4 µs a step); on other devices they are made on logging steps only. Under loss scaling gradients are
-    left to the scaler.
+    A small one of an early layer, which gets its gradient last, so what went wrong on the way is in it. On CPU these
+    are memory reads (4 µs a step); on other devices they are made on logging steps only. Under loss scaling gradients
+    are left to the scaler.
     """
 
     def __init__(self, report: Report) -> None:

@@ -88,6 +88,14 @@ def running_node(frame: FrameType) -> ast.AST | None:
     return _node_at(frame.f_code, frame.f_lasti)
 
 
+def running_statement(frame: FrameType) -> ast.stmt | None:
+    """The statement that a frame is at: of several on one line that which runs, where Python tells (3.11 and later)."""
+    node: Any = running_node(frame)
+    while node is not None and not isinstance(node, ast.stmt):
+        node = getattr(node, "parent", None)
+    return node or statement_at(frame.f_code.co_filename, frame.f_lineno)
+
+
 @functools.lru_cache(maxsize=512)
 def _node_at(code: CodeType, instruction: int) -> ast.AST | None:
     positions = getattr(code, "co_positions", None)

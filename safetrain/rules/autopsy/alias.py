@@ -86,7 +86,7 @@ class AliasWatcher(Watcher):
             self._pending.append((suspects, tensor, tensor.detach().clone()))
 
     def _suspects_in(self, here: FrameType, op: Op, tensor: Tensor, frame: FrameType) -> list[_Suspect]:
-        statement = syntax.statement_at(here.f_code.co_filename, here.f_lineno)
+        statement = syntax.running_statement(here)
         if statement is None or isinstance(statement, ast.Expr):
             return []  # `x.relu_()` alone on a line is meant to change x
         names, containers = _names_of(tensor, frame_locals(here))
@@ -122,7 +122,7 @@ class AliasWatcher(Watcher):
         if here is None or here.f_lasti <= suspect.instruction:
             return
         node = syntax.running_node(here)
-        statement = syntax.statement_at(here.f_code.co_filename, here.f_lineno)
+        statement = syntax.running_statement(here)
         if node is None or statement is None:
             return
         used = syntax.operand_names(node)

@@ -255,7 +255,8 @@ def judge_frozen(coverage: Coverage, moved: Sequence[str] = ()) -> list[Finding]
                 fix="p.grad = None when freezing, and leave it out of the optimizer",
             )
         ]
-    names = [h.name for h in coverage.frozen_held]
+    # Some are frozen for a turn of another optimizer only: those that can train again by now do not count.
+    names = [h.name for h in coverage.frozen_held if (t := h.tensor) is not None and not t.requires_grad]
     if not names:
         return []
     return [

@@ -5,13 +5,16 @@ An inventory holds sizes and weak references only, so that it may be kept from o
 
 from __future__ import annotations
 
+import array
+import ctypes
 import gc
+import io
 import itertools
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import CellType, CodeType, FrameType, FunctionType, ModuleType
+from types import CellType, CodeType, FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any
 
 import numpy as np
@@ -20,18 +23,26 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from safetrain.graph import Holder, Survey, storage_key
+from safetrain.source import ended_calls, frame_locals
 
 _MAX_WEIGHED = 4_000
 """Objects looked into while one holder's newest elements are weighed."""
 _MAX_WAYS = 4_000
-"""Tensors of one inventory whose names are noted."""
+"""Tensors, arrays and strings of one inventory whose names are noted."""
 _LONG = 64
 """Elements of a dict that is a container and no object's attributes."""
 _SURVIVED = 3
 """Steps after which a new tensor counts as kept: outputs and states of a step may live through the next one or two."""
 _SMALL_TENSOR = 16
 """A tensor of so few elements is a number in a history, not data."""
+_TENSOR_OVERHEAD, _VIEW_OVERHEAD = 360, 510
+"""Bytes of heap that a tensor takes beside its storage (measured, torch 2.13)."""
 _LRU = "_lru_cache_wrapper"
+_PAYLOADS = (Tensor, np.ndarray, str, bytes)
+"""What cannot grow in place: made anew, it may come out bigger."""
+BUFFERS = (bytearray, array.array, io.BytesIO)
+"""Flat memory that grows in place."""
+_CTYPES = (ctypes.Array, ctypes.Structure, ctypes.Union)
 _SHARED = (type, ModuleType, CodeType, FrameType, nn.Module)
 """What an object refers to without having brought it."""
 
@@ -48,6 +59,8 @@ class Weight:
     """A tensor among them carries a graph."""
     numbers_only: bool = True
     """Nothing but numbers, short strings and one-number tensors."""
+    overhead_bytes: int = 0
+    """What the objects take besides: tensors have a head of some hundred bytes."""
     by_device: dict[str, int] = field(default_factory=dict)
     widest: str = ""
     """The view that pins most beyond its own size, in words."""
@@ -69,6 +82,8 @@ class Suspect:
     count_per_step: float
     """Elements that it gains a step; 0 for a tensor or array that itself gets bigger."""
     length: int
+    overhead_per_step: float = 0.0
+    """Bytes that the objects take beside what they keep."""
 
 
 class Inventory:
@@ -83,13 +98,14 @@ class Inventory:
         self.fresh: set[int] = set()
         """Storages that are new since `before`."""
         self._ways = _Ways()
+        self._noted = 0
         self.totals: dict[tuple[str, ...], int] = {}
         """Bytes of all tensors, by the first two names on the way to them."""
         for obj in survey.objects():
             length = length_of(obj)
             if length is not None:
                 self.lengths[id(obj)] = (type(obj), length)
-            elif issubclass(type(obj), (Tensor, np.ndarray)):
+            elif issubclass(type(obj), _PAYLOADS):
                 self._note(obj, survey, before)
         self._ways = _Ways()  # ids are good for as long as the survey holds the objects
 
@@ -101,8 +117,9 @@ class Inventory:
         is_first = key not in self.storages
         if isinstance(obj, Tensor):
             self.storages[key] = StorageWeakRef(obj.untyped_storage())  # type: ignore[no-untyped-call]
-        if len(self.storages) > _MAX_WAYS or not is_first:
+        if self._noted >= _MAX_WAYS or not is_first:
             return
+        self._noted += 1
         way, size = self._ways.of(survey.holder(obj)), _payload_bytes(obj)
         self.totals[way[:2]] = self.totals.get(way[:2], 0) + size
         if before is not None and not known and key not in self.fresh:
@@ -140,6 +157,10 @@ def length_of(obj: Any) -> int | None:
     for base in (list, dict, set, deque):
         if issubclass(kind, base):
             return int(base.__len__(obj))  # not len(): a subclass may count by side effects
+    if issubclass(kind, (bytearray, array.array)):
+        return len(obj)
+    if issubclass(kind, io.BytesIO):
+        return None if obj.closed else obj.getbuffer().nbytes
     return int(obj.cache_info().currsize) if kind.__name__ == _LRU else None
 
 
@@ -177,8 +198,12 @@ def _containers(survey: Survey, first: Inventory, second: Inventory, now: Invent
         added = length - earlier[1]
         items = list(newest(obj, added))
         weight = weigh(items, apart_from=first)
+        own_bytes = round(sys.getsizeof(obj) * added / length)  # of the container itself
+        weight.held_bytes += own_bytes
+        weight.shown_bytes += own_bytes
+        weight.numbers_only &= not issubclass(kind, (bytearray, io.BytesIO))
         holder.tensors.extend(item for item in items if issubclass(type(item), Tensor))
-        yield Suspect(holder, weight.held_bytes / steps, weight, added / steps, length)
+        yield Suspect(holder, weight.held_bytes / steps, weight, added / steps, length, weight.overhead_bytes / steps)
 
 
 def _bigger_ones(survey: Survey, second: Inventory, now: Inventory) -> Iterator[Suspect]:
@@ -188,7 +213,7 @@ def _bigger_ones(survey: Survey, second: Inventory, now: Inventory) -> Iterator[
     seen: set[tuple[str, ...]] = set()
     ways = _Ways()
     for obj in survey.objects() if grown else ():
-        if not issubclass(type(obj), (Tensor, np.ndarray)) or _payload_key(obj) not in now.fresh:
+        if not issubclass(type(obj), _PAYLOADS) or _payload_key(obj) not in now.fresh:
             continue
         holder = survey.holder(obj)
         way = ways.of(holder)
@@ -234,8 +259,10 @@ def _common_start(paths: list[list[Any]]) -> list[Any]:
 
 
 def newest(container: Any, count: int) -> Iterator[Any]:
-    """The last `count` elements; of a set, some."""
+    """The last `count` elements; of a set, some; of flat memory none."""
     kind = type(container)
+    if issubclass(kind, BUFFERS):
+        return iter(())
     if kind.__name__ == _LRU:
         inner = next((r for r in gc.get_referents(container) if type(r) is dict and len(r) == length_of(container)), {})
         return newest(inner, count)
@@ -274,9 +301,17 @@ def weigh(objects: Iterable[Any], apart_from: Inventory | None = None) -> Weight
             weight.held_bytes += sys.getsizeof(obj)
             weight.shown_bytes += sys.getsizeof(obj)
             todo.extend(itertools.chain(dict.keys(obj), dict.values(obj)) if issubclass(kind, dict) else _elements(obj))
-        elif not issubclass(kind, (int, float, complex, type(None), np.generic, type, ModuleType)):
-            weight.held_bytes += sys.getsizeof(obj)
-            weight.shown_bytes += sys.getsizeof(obj)
+        elif issubclass(kind, (int, float, complex, np.generic)):
+            size = (
+                0 if kind is bool or (kind is int and -5 <= obj <= 256) else sys.getsizeof(obj)
+            )  # small ones are shared
+            weight.held_bytes += size
+            weight.shown_bytes += size
+        elif not issubclass(kind, (type(None), type, ModuleType)):
+            size = max(sys.getsizeof(obj), ctypes.sizeof(obj) if issubclass(kind, _CTYPES) else 0)
+            weight.held_bytes += size
+            weight.shown_bytes += size
+            weight.numbers_only &= not issubclass(kind, _CTYPES)
             todo.extend(_inside(obj))
     return weight
 
@@ -288,6 +323,12 @@ def _elements(obj: Any) -> Iterable[Any]:
 def _inside(obj: Any) -> Iterable[Any]:
     if type(obj) is FunctionType:
         return [*(obj.__closure__ or ()), *(obj.__defaults__ or ())]
+    if type(obj) is TracebackType:  # it keeps the variables of calls that have ended
+        local = [value for frame in ended_calls(obj.tb_frame) for value in frame_locals(frame).values()]
+        return [
+            obj.tb_next,
+            *(value for value in local if length_of(value) is not None or isinstance(value, _PAYLOADS)),
+        ]
     return [inner for inner in gc.get_referents(obj) if not isinstance(inner, _SHARED)]
 
 
@@ -302,6 +343,7 @@ def _weigh_tensor(tensor: Tensor, weight: Weight, seen: set[int], apart_from: In
     if not known and (apart_from is None or not apart_from.has(key)):
         held = tensor.untyped_storage().nbytes()
         weight.held_bytes += held
+        weight.overhead_bytes += _TENSOR_OVERHEAD + (_VIEW_OVERHEAD if tensor._is_view() else 0)
         weight.by_device[tensor.device.type] = weight.by_device.get(tensor.device.type, 0) + held
         weight.numbers_only &= held <= _SMALL_TENSOR * tensor.element_size()
         if held - shown > weight._most:
@@ -333,11 +375,15 @@ def _base_of(array: np.ndarray) -> np.ndarray:
 
 
 def _payload_key(obj: Any) -> int | None:
-    return storage_key(obj) if isinstance(obj, Tensor) else id(_base_of(obj))
+    if isinstance(obj, Tensor):
+        return storage_key(obj)
+    return id(_base_of(obj) if isinstance(obj, np.ndarray) else obj)
 
 
 def _payload_bytes(obj: Any) -> int:
-    return int(obj.untyped_storage().nbytes()) if isinstance(obj, Tensor) else int(_base_of(obj).nbytes)
+    if isinstance(obj, Tensor):
+        return int(obj.untyped_storage().nbytes())
+    return int(_base_of(obj).nbytes) if isinstance(obj, np.ndarray) else sys.getsizeof(obj)
 
 
 def _is_ours(holder: Holder) -> bool:

@@ -6,14 +6,18 @@ A reading of the text, not of the run, by the names that the place goes by. Used
 from __future__ import annotations
 
 import ast
+import functools
 import queue
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
+from types import CellType, FunctionType, MethodType
 from typing import Literal
 
+from safetrain.accounting.inventory import BUFFERS, length_of
 from safetrain.findings import SourceLine
 from safetrain.graph import Holder
+from safetrain.graph.storing import flat_targets
 from safetrain.source import line_text
 from safetrain.source.syntax import tree_of
 
@@ -21,15 +25,21 @@ Purpose = Literal["bounded", "emptied", "collected", "remembered"]
 """`bounded`: it stops growing by itself. `emptied`: somebody clears it now and then. `collected`: it is put together
 into one once the loop is over. `remembered`: results by key, which stops once every key was met."""
 
-_STORES = frozenset({"append", "add", "extend", "insert", "appendleft", "update", "setdefault", "put", "push"})
+_STORES = frozenset(
+    {"append", "add", "extend", "insert", "appendleft", "update", "setdefault", "put", "push", "write", "writelines"}
+)
 _DROPS = frozenset({"popleft", "popitem", "remove", "clear", "pop"})
 _EMPTIES = frozenset({"clear", "reset", "reset_states", "flush", "empty"})
-_EMPTY_CALLS = frozenset({"list", "dict", "set", "deque", "defaultdict", "OrderedDict", "zeros", "empty"})
+_EMPTY_CALLS = frozenset(
+    {"list", "dict", "set", "deque", "defaultdict", "OrderedDict", "zeros", "empty", "BytesIO", "StringIO", "bytearray"}
+)
 _COLLECTORS = frozenset(
     {"cat", "stack", "concat", "concatenate", "hstack", "vstack", "array", "asarray", "tensor", "DataFrame"}
     | {"pad_sequence", "save", "savez", "dump"}
 )
 _LIMIT_WORD = re.compile(r"max|cap|limit|window|budget|(?<!batch_)size", re.IGNORECASE)
+_NAMELESS = (list, tuple, dict, set, deque, functools.partial, FunctionType, MethodType, CellType)
+"""What has no attributes of the user's own."""
 _Loop = (ast.For, ast.AsyncFor, ast.While)
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
@@ -44,7 +54,7 @@ class Reading:
     def __init__(self, holder: Holder, files: Sequence[str]) -> None:
         self._holder = holder
         self._name = holder.name
-        self._is_attribute = holder.way[-1].startswith(".")
+        self._is_attribute = holder.is_attribute
         self._is_local = holder.root.code is not None and len(holder.way) == 1
         self._owners = _owner_classes(holder)
         self._nodes: list[tuple[str, ast.AST]] = [(f, node) for f in files for node in self._of_file(f)]
@@ -67,8 +77,9 @@ class Reading:
             return "remembered"
         if any(self._remembers(node) for node in nodes):
             return "remembered"
-        if self._holder.tensors and self._holder.path[-1] is self._holder.tensors[-1]:
-            return None  # one tensor that gets bigger: what puts it together is what makes it grow
+        place = self._holder.path[-1]
+        if length_of(place) is None or isinstance(place, BUFFERS):
+            return None  # one tensor or text that gets bigger: what puts it together is what makes it grow
         return "collected" if any(self._collects(node) and not self._runs_again(node) for node in nodes) else None
 
     def storing_line(self) -> SourceLine | None:
@@ -137,7 +148,7 @@ class Reading:
 
     def _binding(self, node: ast.AST) -> int:
         """2 for `x = [*x, new]`, which feeds on itself; 1 for another value that is not empty."""
-        if not isinstance(node, ast.Assign) or not any(self._is_it(target) for target in _flat(node.targets)):
+        if not isinstance(node, ast.Assign) or not any(self._is_it(target) for target in flat_targets(node.targets)):
             return 0
         if any(self._is_it(inner) for inner in ast.walk(node.value)):
             return 2
@@ -154,7 +165,7 @@ class Reading:
             return node.func.attr in _EMPTIES and self._is_it(node.func.value)
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            return _is_empty(node.value) and any(self._is_it(t) and not self._is_item(t) for t in _flat(targets))
+            return _is_empty(node.value) and any(self._is_it(t) and not self._is_item(t) for t in flat_targets(targets))
         return isinstance(node, ast.Delete) and any(self._is_item(target) for target in node.targets)
 
     def _is_guarded_by_size(self, node: ast.AST) -> bool:
@@ -163,7 +174,7 @@ class Reading:
             if not self._compares_a_size(node.test):
                 return False
             inside = [inner for part in (*node.body, *node.orelse) for inner in ast.walk(part)]
-            return any(self._stores(inner) or self._drops(inner) for inner in inside)
+            return any(self._stores(inner) or self._drops(inner) or self._empties(inner) for inner in inside)
         if isinstance(node, ast.Assign):
             return any(
                 isinstance(t, ast.Subscript) and self._is_it(t.value) and _has_modulo(t.slice) for t in node.targets
@@ -177,12 +188,19 @@ class Reading:
             sides = [node.left, *node.comparators]
             if any(isinstance(side, ast.Constant) and side.value in (0, 1) for side in sides):
                 continue  # asks whether it is empty
-            lengths = [side for side in sides if isinstance(side, ast.Call) and _called(side) == "len" and side.args]
-            if any(self._is_it(length.args[0]) for length in lengths):
+            if any(self._is_length(side) for side in sides):
                 return True
             if any(_LIMIT_WORD.search(_last_word(side)) for side in sides):
                 return True
         return False
+
+    def _is_length(self, node: ast.AST) -> bool:
+        """`len(x)`, `x.tell()`, `x.qsize()`."""
+        if not isinstance(node, ast.Call):
+            return False
+        if isinstance(node.func, ast.Attribute):
+            return node.func.attr in ("tell", "qsize") and self._is_it(node.func.value)
+        return _called(node) == "len" and bool(node.args) and self._is_it(node.args[0])
 
     def _remembers(self, node: ast.AST) -> bool:
         """`if key not in x: x[key] = …`, also with the test the other way round, or with `x.get(key) is None`."""
@@ -238,14 +256,10 @@ def is_bounded_by_type(holder: Holder) -> bool:
 def _owner_classes(holder: Holder) -> set[str]:
     """Classes of the object whose attribute the place is."""
     for obj in reversed(holder.path[:-1]):
-        if type(obj) not in (list, tuple, dict, set, deque):
+        if type(obj) not in _NAMELESS:
             kind = obj if isinstance(obj, type) else type(obj)
             return {base.__name__ for base in kind.__mro__}
     return set()
-
-
-def _flat(targets: Sequence[ast.expr]) -> list[ast.expr]:
-    return [one for t in targets for one in (t.elts if isinstance(t, (ast.Tuple, ast.List)) else [t])]
 
 
 def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:

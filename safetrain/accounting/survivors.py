@@ -6,6 +6,7 @@ a Python object still holds one, its referrers are followed upward.
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 from collections.abc import Iterable
@@ -80,7 +81,7 @@ def can_record() -> bool:
 def _survivors(blocks: Iterable[Block], log: AllocationLog) -> Survivors | None:
     by_line: dict[tuple[str, int] | None, list[Block]] = {}
     for block in blocks:
-        if block.died is None and block.op:
+        if block.died is None and block.op and _makes(block.op):
             key = (block.source.file, block.source.line) if block.source is not None else None
             by_line.setdefault(key, []).append(block)
     if not by_line:
@@ -97,6 +98,20 @@ def _survivors(blocks: Iterable[Block], log: AllocationLog) -> Survivors | None:
         holder=" → ".join(chain) or None,
         attached=tensor is None or (tensor.requires_grad and not tensor.is_leaf),
     )
+
+
+@functools.lru_cache(maxsize=512)
+def _makes(op: str) -> bool:
+    """Whether `aten.add.Tensor` makes storage, not a view of its input or the input changed in place, which is older.
+
+    `lift_fresh` passes on what `torch.tensor` has just made.
+    """
+    parts = op.split(".")
+    if len(parts) != 3:  # an operator of a higher order
+        return True
+    library, name, overload = parts
+    returned = getattr(getattr(getattr(torch.ops, library), name), overload)._schema.returns
+    return name == "lift_fresh" or not any(value.alias_info is not None for value in returned)
 
 
 def _find_tensor(keys: set[int]) -> Tensor | None:

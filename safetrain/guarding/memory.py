@@ -15,13 +15,15 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import Dataset
+
 from safetrain.accounting.failed_attempt import bytes_to_save, in_evaluation
 from safetrain.accounting.growth import FAST_RATE, WARM_UP, Slope, steps_needed
-from safetrain.accounting.inventory import Inventory, Suspect, find_growing, names_of, running_loaders
+from safetrain.accounting.inventory import Inventory, Suspect, find_growing, length_of, names_of, running_loaders
 from safetrain.accounting.investigation import Investigation
 from safetrain.accounting.keeping import Reading, is_bounded_by_type
 from safetrain.accounting.survivors import SurvivorHunt
-from safetrain.accounting.tracks import Evaluations, Track, host_meter
+from safetrain.accounting.tracks import Evaluations, Track, host_meters
 from safetrain.autopsy import attach
 from safetrain.callbacks.base import Callback
 from safetrain.data.batch import batch_size
@@ -29,7 +31,7 @@ from safetrain.findings import Finding, Report, Rule, SourceLine
 from safetrain.graph import Holder, Survey
 from safetrain.guarding.fragmentation import FragmentationGuard
 from safetrain.guarding.workers import WorkerGuard
-from safetrain.memory import meter_for
+from safetrain.memory import PythonMeter, meter_for
 from safetrain.rules import memory
 from safetrain.rules.out_of_memory import find_out_of_memory, is_out_of_memory, owned_bytes
 
@@ -43,6 +45,8 @@ _PATIENT_EPOCHS = 2
 _PATIENT_STEPS = 3_000
 _STEADY = 0.85
 """A store of results by key that slows down by more than this fills up."""
+_TELLING = 20
+"""New results that such a store must be due at its pace: with fewer, chance would decide."""
 _MAX_SEARCHES = 12
 """Searches after evaluations in one run."""
 _MAX_HUNTS = 2
@@ -94,7 +98,7 @@ class MemoryGuard(Callback):
 
     def on_fit_start(self, state: RunState) -> None:
         """Choose the meters."""
-        self._tracks = [Track(memory.HOST, host_meter())]
+        self._tracks = [Track(memory.HOST, meter) for meter in host_meters()]
         if state.device is not None and state.device.type not in ("cpu", "meta"):
             self._tracks.append(Track(memory.DEVICE, meter_for(state.device)))
         owned = sum(owned_bytes(state.model, state.optimizers).values())
@@ -196,15 +200,20 @@ class MemoryGuard(Callback):
         last_step, last_ns = self._last_look
         self._last_look = state.step, time.perf_counter_ns()
         step_ns = (self._last_look[1] - last_ns) / max(1, state.step - last_step)
-        slopes = [(track, track.read(state.step)) for track in self._tracks]
-        self._next = state.step + max(track.spacing(step_ns) for track in self._tracks)
-        for track, slope in slopes:
-            if slope is not None:
-                self._has_risen = True
-                self._loaders = [weakref.ref(iterator) for iterator in running_loaders()]
-                self._case = Investigation(track, slope, Inventory(self._survey(state), state.step))
-                self._next = self._case.due
-                return
+        rising: list[tuple[Track, Slope]] = []
+        for track in self._tracks:
+            if state.step >= track.due:
+                slope = track.read(state.step)
+                track.due = state.step + track.spacing(step_ns)
+                if slope is not None:
+                    rising.append((track, slope))
+        self._next = min(track.due for track in self._tracks)
+        if rising:
+            self._has_risen = True
+            self._loaders = [weakref.ref(iterator) for iterator in running_loaders()]
+            track, slope = max(rising, key=lambda pair: pair[1].bytes_per_step)
+            self._case = Investigation(track, slope, Inventory(self._survey(state), state.step))
+            self._next = self._case.due
 
     def _investigate(self, case: Investigation, state: RunState) -> None:
         case.end_trace()
@@ -227,6 +236,8 @@ class MemoryGuard(Callback):
 
     def _may_hunt(self, case: Investigation, suspects: list[Suspect]) -> bool:
         """Whether to record allocations: rarely, when nothing else explains, not for garbage that will be collected."""
+        if isinstance(case.track.meter, PythonMeter):
+            return False  # tensors are what would be recorded
         if self._hunts_left <= 0 or any(f.code.startswith("G") for f in self.report.findings):
             return False
         if any(s.bytes_per_step > case.slope.bytes_per_step / 10 or is_bounded_by_type(s.holder) for s in suspects):
@@ -317,9 +328,14 @@ class MemoryGuard(Callback):
         """Whether a store of results by key shows no sign of knowing all its keys soon: that takes a second look."""
         if entry is memory.EVAL:
             return True
+        if length_of(suspect.holder.path[-1]) is None:
+            return False  # one of its results, not the store
+        if any(isinstance(obj, Dataset) and suspect.length < _num_samples(obj) for obj in suspect.holder.path):
+            return False  # full when it has every sample
         if slope.bytes_per_step >= FAST_RATE:
             return suspect.count_per_step >= _STEADY * suspect.length / state.step
-        way, later = suspect.holder.way, steps_needed(slope.bytes_per_step) / 3
+        way, pace = suspect.holder.way, suspect.length / state.step
+        later = max(steps_needed(slope.bytes_per_step) / 3, _TELLING / pace)
         _, step, length = self._waiting.setdefault(way, (state.epoch, state.step, suspect.length))
         if state.step - step < later:
             self._wait_for = step + math.ceil(later)
@@ -362,3 +378,11 @@ class MemoryGuard(Callback):
             finding = self._judge(suspect, suspects, growth, track, state, entry=memory.EVAL)
         if finding is not None:
             self.report.add(finding, step=state.current_step, phase="eval")
+
+
+def _num_samples(dataset: Any) -> int:
+    """0 where it does not know."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return 0

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from safetrain.accounting.survivors import Survivors
 
 _LRU = "_lru_cache_wrapper"
+_MAX_DECORATORS = 5
 _SMALL_RECORDS = 64_000
 """Numbers and short strings below so many bytes a step are a history, and nobody's fault."""
 _FRAGMENT_BYTES = 256_000_000
@@ -44,15 +45,16 @@ EXPLAINS = 0.4
 def blame(suspects: Iterable[Suspect], bytes_per_step: float) -> Suspect | None:
     """The place that accounts for most of the measured growth, None when none does.
 
-    Left out: histories of plain numbers, and whatever carries a graph, which is the business of the graph rules.
+    Left out is whatever carries a graph, which is the business of the graph rules.
     """
-    for suspect in sorted(suspects, key=lambda s: -s.bytes_per_step):
-        if suspect.bytes_per_step < EXPLAINS * bytes_per_step:
-            return None
-        if suspect.weight.attached or (suspect.weight.numbers_only and suspect.bytes_per_step < _SMALL_RECORDS):
-            return None
-        return suspect
-    return None
+    most = max(suspects, key=_explained, default=None)
+    if most is None or most.weight.attached or _explained(most) < EXPLAINS * bytes_per_step:
+        return None
+    return most
+
+
+def _explained(suspect: Suspect) -> float:
+    return suspect.bytes_per_step + suspect.overhead_per_step
 
 
 def memory_growth(
@@ -67,18 +69,21 @@ def memory_growth(
 ) -> Finding:
     """The finding for a place that keeps growing. `also` names what grows beside it.
 
-    A place that is collected after the loop is a note, unless it keeps far more than it shows.
+    A place that is collected after the loop is a note, unless it keeps far more than it shows. So is a history of plain
+    numbers, which few runs are long enough to suffer from.
     """
     weight, place = suspect.weight, describe(suspect.holder)
+    is_history = weight.numbers_only and suspect.bytes_per_step < _SMALL_RECORDS
     deliberate = purpose == "collected" and not weight.pins_views and entry is not DEVICE
     measured = f"{meter} rose by {format_bytes(slope.bytes_per_step * slope.span)} over {slope.span} {_unit(entry)}s"
     return entry.finding(
         f"{place} grows by {format_bytes(suspect.bytes_per_step)} {_each(entry)}"
         + (", to be put together after the loop" if deliberate else " and is not emptied")
+        + (", with plain numbers" if is_history else "")
         + f" ({measured})"
         + _pinning(suspect)
         + (f"; so do {', '.join(also)}" if also else ""),
-        severity="note" if deliberate else entry.severity,
+        severity="note" if deliberate or is_history else entry.severity,
         source=source,
         holder=place,
         growth_bytes_per_step=suspect.bytes_per_step,
@@ -186,8 +191,12 @@ def cache_line(path: Iterable[Any]) -> SourceLine | None:
     """Where a `functools.lru_cache` among the objects was put on its function: that line is the one to change."""
     for obj in path:
         code = getattr(getattr(obj, "__wrapped__", None), "__code__", None) if type(obj).__name__ == _LRU else None
-        if code is not None:
-            return SourceLine(code.co_filename, code.co_firstlineno, line_text(code.co_filename, code.co_firstlineno))
+        if code is None:
+            continue
+        first = code.co_firstlineno  # of the first decorator
+        lines = {at: line_text(code.co_filename, at) for at in range(first, first + _MAX_DECORATORS)}
+        at = next((at for at, text in lines.items() if "cache" in text), first)
+        return SourceLine(code.co_filename, at, lines[at])
     return None
 
 

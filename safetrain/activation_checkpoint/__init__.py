@@ -7,8 +7,8 @@ memory; `auto` leaves that, module by module, to `safetrain.activation_checkpoin
 
 from __future__ import annotations
 
-from safetrain.activation_checkpoint.applying import applied, apply, choose, undo
+from safetrain.activation_checkpoint.applying import applied, apply, choose, set_mode, undo
 from safetrain.activation_checkpoint.blocks import find_blocks
 from safetrain.activation_checkpoint.options import CheckpointOptions, Mode, as_options
 
-__all__ = ["CheckpointOptions", "Mode", "applied", "apply", "as_options", "choose", "find_blocks", "undo"]
+__all__ = ["CheckpointOptions", "Mode", "applied", "apply", "as_options", "choose", "find_blocks", "set_mode", "undo"]

@@ -315,15 +315,16 @@ class AutoCheckpoint(Callback):
 def auto_listeners(
     model: nn.Module, options: CheckpointOptions, *, device: torch.device, is_compiled: bool
 ) -> list[Callback]:
-    """The listener that chooses, for `mode="auto"`; none for other modes. Raises `ConfigError` under `compile`."""
-    if options.mode != "auto":
-        return []
-    if is_compiled:
+    """The listener that chooses, for `mode="auto"`; none for other modes.
+
+    Raises `ConfigError` where `compile` takes no notice of the mode.
+    """
+    if is_compiled and options.mode in ("auto", "offload"):
         raise ConfigError(
-            "compile and activation_checkpoint.mode: auto exclude each other: compiled code plans its own memory, and "
-            "what is measured before would not hold; name modules by activation_checkpoint.modules instead"
+            f"compile and activation_checkpoint.mode: {options.mode} exclude each other: compiled code plans by itself "
+            "what it keeps; use mode: recompute or selective, or leave compile out"
         )
-    return [AutoCheckpoint(model, options, device=device)]
+    return [AutoCheckpoint(model, options, device=device)] if options.mode == "auto" else []
 
 
 def _left_out(call: RegionCall) -> int:

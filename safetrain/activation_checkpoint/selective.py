@@ -40,9 +40,8 @@ class Policy:
         """`MUST_SAVE` or `PREFER_RECOMPUTE`."""
         if op in KEPT and not _draws(op, args, kwargs):
             if not ctx.is_recompute and not torch.compiler.is_compiling():
-                self._kept.update(
-                    (key, str(op)) for t in _outputs(ctx.op_output) if (key := storage_key(t)) is not None
-                )
+                made = _outputs(getattr(ctx, "op_output", None))  # older torch does not tell; it finds writes later
+                self._kept.update((key, str(op)) for t in made if (key := storage_key(t)) is not None)
             return CheckpointPolicy.MUST_SAVE
         if self._kept and not ctx.is_recompute and op._schema.is_mutable:
             self._refuse_writes(op, args, kwargs)

@@ -404,10 +404,11 @@ class Config(Section):
                     f"{path}.params is missing: with several optimizers each names its parameters, e.g. params: "
                     "'generator.*'"
                 )
-        if self.compile and self.activation_checkpoint and self.activation_checkpoint.mode == "auto":
+        recompute = self.activation_checkpoint
+        if self.compile and recompute and recompute.mode in ("auto", "offload"):
             raise ValueError(
-                "compile and activation_checkpoint.mode: auto exclude each other: compiled code plans its own memory, "
-                "and what is measured before would not hold; name modules by activation_checkpoint.modules instead"
+                f"compile and activation_checkpoint.mode: {recompute.mode} exclude each other: compiled code plans by "
+                "itself what it keeps; use mode: recompute or selective, or leave compile out"
             )
         if self.loop.overfit_batches and self.data.shuffle:
             raise ValueError(

@@ -212,6 +212,10 @@ def _made_at(failure: Failure, item: Named) -> SourceLine | None:
         return stored or binding_of(item.function.filename, item.name, item.function.function.__code__.co_firstlineno)
     if item.frame is None:
         return None
+    if item.in_container and item.label.startswith("global "):
+        stored = _container_store(item.frame.f_code.co_filename, item.name)
+        if stored is not None:
+            return stored
     return binding_of(item.frame.f_code.co_filename, item.name, item.line)
 
 

@@ -147,13 +147,13 @@ def named_tensors(failure: Failure) -> Iterator[Named]:
         local = names_in(frame)
         for name, value in local.items():
             for suffix, tensor in _inside(value):
-                yield Named(tensor, f"local `{name}{suffix}` {where}", name, frame, line)
+                yield Named(tensor, f"local `{name}{suffix}` {where}", name, frame, line, in_container=bool(suffix))
         for name, value in local.items():
             yield from _attributes(name, value, seen)
         if frame.f_code.co_name != "<module>":
             for name, value in list(frame.f_globals.items()):
                 for suffix, tensor in _inside(value):
-                    yield Named(tensor, f"global `{name}{suffix}`", name, frame, line)
+                    yield Named(tensor, f"global `{name}{suffix}`", name, frame, line, in_container=bool(suffix))
     forwards = {kind: getattr(kind, "forward", None) for kind in map(type, failure.model.modules())}
     mine = [
         Called(f) for f in forwards.values() if isinstance(f, FunctionType) and grade(f.__code__.co_filename) == USER

@@ -111,10 +111,32 @@ class _NoCastCache:
 # gradients. So the version of each saved value is among the facts that checkpoint compares after a recomputation.
 
 
+class _Writes:
+    """How often a saved value was written in place. Raises autograd's error when compared with another number."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._version = None if tensor.is_inference() else tensor._version
+        self._kind = f"{tensor.type()} {list(tensor.shape)}"
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, _Writes) and self._version != other._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self._kind}], saved inside a checkpointed module at version {self._version}, is at version "
+                f"{other._version} after the module ran again"
+            )
+        return isinstance(other, _Writes)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return str(self._version)
+
+
 def _facts(tensor: Tensor) -> dict[str, Any]:
     """What must be the same about a saved value after the forward and after its recomputation."""
     facts: dict[str, Any] = torch_checkpoint._default_meta_extractor(tensor)
-    return {**facts, "in-place writes": None if tensor.is_inference() else tensor._version}
+    return {**facts, "in-place writes": _Writes(tensor)}
 
 
 def _register_facts() -> str:

@@ -24,7 +24,13 @@ def _accelerator() -> Any:
 
 def capture() -> dict[str, Any]:
     """States of Python's, NumPy's (when imported), torch's and the accelerator's generators, in plain containers."""
-    return {**capture_torch(), **capture_others()}
+    version, internal, gauss = random.getstate()
+    states: dict[str, Any] = {**capture_torch(), "python": [version, list(internal), gauss]}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, pos, has_gauss, cached = numpy.random.get_state()
+        states["numpy"] = [name, [int(k) for k in keys], int(pos), int(has_gauss), float(cached)]
+    return states
 
 
 def capture_torch() -> dict[str, Any]:
@@ -37,21 +43,9 @@ def capture_torch() -> dict[str, Any]:
     return states
 
 
-def capture_others() -> dict[str, Any]:
-    """States of Python's and, when it is imported, NumPy's generator: some hundred µs."""
-    version, internal, gauss = random.getstate()
-    states: dict[str, Any] = {"python": [version, list(internal), gauss]}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        name, keys, pos, has_gauss, cached = numpy.random.get_state()
-        states["numpy"] = [name, [int(k) for k in keys], int(pos), int(has_gauss), float(cached)]
-    return states
-
-
 def restore(states: dict[str, Any]) -> None:
-    """Put back what one of the above returned."""
-    if "torch" in states:
-        torch.set_rng_state(states["torch"])
+    """Put back what `capture` or `capture_torch` returned."""
+    torch.set_rng_state(states["torch"])
     if "python" in states:
         version, internal, gauss = states["python"]
         random.setstate((version, tuple(internal), gauss))

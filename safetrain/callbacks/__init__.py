@@ -14,6 +14,7 @@ from safetrain.callbacks.base import Callback
 if TYPE_CHECKING:
     from safetrain.callbacks.early_stopping import EarlyStopping
     from safetrain.callbacks.ema import EMA
+    from safetrain.callbacks.empty_cache import EmptyCache
     from safetrain.callbacks.jsonl import JsonlMetrics
     from safetrain.callbacks.lr_monitor import LrMonitor
     from safetrain.callbacks.memory import MemoryMonitor
@@ -26,6 +27,7 @@ __all__ = [
     "EMA",
     "Callback",
     "EarlyStopping",
+    "EmptyCache",
     "JsonlMetrics",
     "LrMonitor",
     "MemoryMonitor",
@@ -38,6 +40,7 @@ __all__ = [
 _HOMES = {
     "EMA": "ema",
     "EarlyStopping": "early_stopping",
+    "EmptyCache": "empty_cache",
     "JsonlMetrics": "jsonl",
     "LrMonitor": "lr_monitor",
     "MemoryMonitor": "memory",

@@ -283,6 +283,15 @@ class MemoryConfig(Section):
     """On CUDA, append torch.cuda.memory_summary() to memory_summary.txt after every so many steps."""
 
 
+class EmptyCacheConfig(Section):
+    """Give the allocator's unused memory back to the device at chosen moments, and log what that took and gave."""
+
+    every_steps: int | None = Field(None, ge=1)
+    """After every so many optimizer steps; null: at no fixed step."""
+    around_evaluation: bool = True
+    """Before and after each evaluation."""
+
+
 class ThroughputConfig(Section):
     """Samples, tokens and floating-point operations per second in the log."""
 
@@ -313,6 +322,8 @@ class CallbacksConfig(Section):
     """Learning rate of each parameter group in the log."""
     memory: Annotated[MemoryConfig | None, Switch] = MemoryConfig()
     """Bytes in use at each phase of a logging step."""
+    empty_cache: Annotated[EmptyCacheConfig | None, Switch] = None
+    """Give the allocator's unused memory back to the device at chosen moments, and log what that took and gave."""
     throughput: Annotated[ThroughputConfig | None, Switch] = ThroughputConfig()
     """Samples, tokens and floating-point operations per second in the log."""
 

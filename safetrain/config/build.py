@@ -464,6 +464,7 @@ def build_callbacks(config: CallbacksConfig) -> list[Callback]:
         (callbacks.EMA, config.ema),
         (callbacks.LrMonitor, config.lr_monitor),
         (callbacks.MemoryMonitor, config.memory),
+        (callbacks.EmptyCache, config.empty_cache),
         (callbacks.EarlyStopping, config.early_stopping),
         (callbacks.Saving, config.checkpoint),
         (callbacks.Throughput, config.throughput),  # after saving, whose time it leaves out

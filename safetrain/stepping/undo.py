@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import copy
+import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from safetrain import rng
 from safetrain.data.batch import tensors_in
-from safetrain.recording.replay import plain_attributes, restore_plain_attributes
+from safetrain.recording.replay import restore_plain_attributes
 
 if TYPE_CHECKING:
     from safetrain.loop import Trainer
 
+_TENSORS = frozenset({Tensor, nn.Parameter})
 _SMALL = 1 << 16  # bytes of a buffer that is cheaper to copy than to reason about
-_FIRST_WINDOWS, _EVERY = 4, 64  # windows in which it is looked whether Python's and NumPy's generators are used
+_FIRST_WINDOWS, _EVERY = 4, 256  # windows in which it is looked whether Python's and NumPy's generators are used
 
 
 class Undo:
@@ -49,14 +52,20 @@ class Undo:
         state = trainer.state
         self._generators.note()
         self._attributes = dict(vars(trainer))
-        self._buffers.note([t for t in self._attributes.values() if isinstance(t, Tensor)])
-        self._plain = [plain_attributes(m) for m in self._modules]
-        trained = [p for opt in state.optimizers.values() for group in opt.param_groups for p in group["params"]]
-        with torch.no_grad():
-            self._gradients = [(p, p.grad.clone()) for p in trained if p.grad is not None]
-        self._averages = copy.deepcopy(trainer._averages)  # None unless the step is logged
+        self._buffers.note([t for t in self._attributes.values() if type(t) in _TENSORS])  # isinstance is slower
+        if self._modules:
+            self._plain = [dict(vars(m)) for m in self._modules]
+        self._gradients = [
+            (p, p.grad.clone())
+            for opt in state.optimizers.values()
+            for group in opt.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        if trainer._averages is not None:  # the step is logged
+            self._averages = copy.deepcopy(trainer._averages)
         self._counters = state.num_samples, state.micro_step, frozenset(state.attached_metrics)
-        self._inputs = [(t, t._version) for t in tensors_in(list(window)) if not t.is_inference()]
+        self._inputs = [(t, t._version) for batch in window for t in _tensors_of(batch) if not t.is_inference()]
 
     def done(self) -> None:
         """After a window that succeeded. A host sync in the first window, where a big buffer's values are compared."""
@@ -93,6 +102,13 @@ class Undo:
         self._attributes, self._plain, self._gradients, self._inputs, self._averages = {}, [], [], [], None
 
 
+def _tensors_of(batch: Any) -> Iterable[Tensor]:
+    """`tensors_in`, faster where the batch is a plain tuple or list of tensors."""
+    if type(batch) in (tuple, list) and all(type(part) is Tensor for part in batch):
+        return batch  # type: ignore[no-any-return]
+    return tensors_in(batch)
+
+
 class Buffers:
     """The tensors that a forward may change: buffers of the model, and others that a caller names.
 
@@ -113,6 +129,8 @@ class Buffers:
 
     def note(self, others: Sequence[Tensor] = ()) -> None:
         """Copy what may move."""
+        if not self._modules and not others and not self._live:
+            return
         self._held = [dict(m._buffers) for m in self._modules]
         live = [t for held in self._held for t in held.values() if t is not None]
         live.extend(others)
@@ -126,6 +144,8 @@ class Buffers:
 
     def done(self) -> None:
         """See what has moved, where that is not known yet."""
+        if not self._resting and not self._unsettled:
+            return
         moved = {id(t) for t, version in self._resting if t._version != version}
         if moved:
             self._at_rest -= moved
@@ -171,22 +191,22 @@ class Generators:
     """States of the generators that a window may draw from.
 
     torch's are read each time (1 µs). Python's and NumPy's only where a step was seen to move them: that is looked for
-    in the first windows and in every 64th. Should a window that is repeated be the first to draw from them, done()
+    in the first windows and in every 256th. Should a window that is repeated be the first to draw from them, done()
     warns: its draws are then not those that the failed attempt had.
     """
 
     def __init__(self) -> None:
-        self._states: dict[str, Any] = {}
-        self._others: dict[str, Any] | None = None
+        self._torch: dict[str, Any] = {}
+        self._others: _Others | None = None
         self._windows = 0
         self._others_used = False
         self._noted_late = False
 
     def note(self) -> None:
         """Before a window."""
-        self._states = rng.capture_torch()
+        self._torch = rng.capture_torch()
         looks = self._others_used or self._windows < _FIRST_WINDOWS or self._windows % _EVERY == 0
-        self._others = rng.capture_others() if looks else None
+        self._others = _Others() if looks else None
         self._windows += 1
         self._noted_late = False
 
@@ -194,7 +214,7 @@ class Generators:
         """After one that succeeded."""
         if self._others is None or self._others_used:
             return
-        self._others_used = rng.capture_others() != self._others
+        self._others_used = self._others.have_moved()
         if self._others_used and self._noted_late:
             warnings.warn(
                 "the step that was repeated in smaller micro-batches draws from Python's or NumPy's generator for the "
@@ -205,8 +225,24 @@ class Generators:
 
     def roll_back(self) -> None:
         """After one that failed."""
-        rng.restore(self._states)
+        rng.restore(self._torch)
         if self._others is not None:
-            rng.restore(self._others)
-        if not self._others_used and self._others is None:
-            self._others, self._noted_late = rng.capture_others(), True
+            self._others.restore()
+        else:
+            self._others, self._noted_late = _Others(), True
+
+
+class _Others:
+    """States of Python's and NumPy's generator as they give them: 0.1 ms to read."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy: Any = np.random.get_state()
+
+    def have_moved(self) -> bool:
+        now = np.random.get_state()
+        return self._python != random.getstate() or not all(map(np.array_equal, self._numpy, now))
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)

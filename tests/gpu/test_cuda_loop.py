@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from safetrain import Callback, RunState, StepOutput, Trainer
+from safetrain.callbacks import EmptyCache
 from safetrain.memory import meter_for
 from safetrain.stepping.averages import Averages
 
@@ -188,3 +189,48 @@ def test_memory_phases_are_cudas_own_numbers(cuda: torch.device) -> None:
     before = meter.read()
     block = torch.empty(8 << 20, dtype=torch.uint8, device=cuda)
     assert meter.read() - before == block.numel()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_step_that_does_not_fit_is_repeated_in_smaller_micro_batches(cuda: torch.device, precision: Any) -> None:
+    """A cap on the process's share of the device, so that 16384 samples do not fit and fewer do."""
+
+    def make(**settings: Any) -> Trainer:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(64 if i == 0 else 4096, 4096), nn.Dropout(0.2), nn.GELU()) for i in range(6)]
+        model = nn.Sequential(*layers, nn.Linear(4096, 10)).to(cuda)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        return Classifier(model, optimizer, precision=precision, seed=3, max_steps=3, guards="off", **settings)
+
+    generator = torch.Generator().manual_seed(1)
+    data = [(torch.randn(16384, 64, generator=generator), torch.randint(10, (16384,), generator=generator))] * 3
+    split = make(oom="split")
+    torch.cuda.empty_cache()
+    room = 3_000_000_000 + torch.cuda.memory_reserved()  # weights, their gradients and state are 1.6 GB of it
+    torch.cuda.set_per_process_memory_fraction(min(1.0, room / torch.cuda.get_device_properties(cuda).total_memory))
+    try:
+        with pytest.warns(RuntimeWarning, match="out of memory with micro-batches of 16384"):
+            split.fit(data)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    size = split.state.micro_batch_size
+    assert size is not None and split.state.oom_splits >= 1
+    assert torch.cuda.max_memory_reserved() <= room
+    started = make(micro_batch_size=size)
+    started.fit(data)
+    for mine, theirs in zip(split.model.parameters(), started.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_an_emptied_cache_is_logged(cuda: torch.device) -> None:
+    rows: list[dict[str, float]] = []
+
+    class Rows(Callback):
+        def on_log(self, state: RunState) -> None:
+            rows.append(dict(state.row))
+
+    model = make_model().to(cuda)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    trainer = Classifier(model, optimizer, max_steps=2, log_every=1, callbacks=[EmptyCache(every_steps=1), Rows()])
+    trainer.fit(make_loader(2))
+    assert all(row["memory/cache_freed_mb"] >= 0 and row["memory/cache_ms"] > 0 for row in rows)

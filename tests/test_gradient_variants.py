@@ -116,9 +116,19 @@ def test_a_new_parameter_and_a_conversion_by_type_are_named_as_cuts(cut: Callabl
     assert finding.source is not None and finding.source.line == cut.__code__.co_firstlineno + 1
 
 
+class CallsItInForward(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut = NoGradForward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        return self.head(h + self.cut(h))
+
+
 def test_a_decorator_is_named_though_the_caller_has_the_same_name() -> None:
     with watched() as report:
-        train(Side(NoGradForward()), steps=25)
+        train(CallsItInForward(), steps=25)
     [finding] = [f for f in report.findings if "cut.inner.weight" in f.params]
     assert finding.code == "P201"
     assert finding.source is not None and finding.source.line == line_marked("DECORATOR")
@@ -250,6 +260,21 @@ def test_asking_why_a_gradient_is_zero_recomputes_nothing() -> None:
     trainer = trainer_type(model, sgd(model), max_steps=16, activation_checkpoint="body.5")
     trainer.fit([batch(model) for _ in range(16)])
     assert calls == 2 * 16  # once forward and once in backward
+
+
+# ---------------------------------------------------------------------- P208
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.InstanceNorm2d(4), nn.GroupNorm(4, 4), nn.GroupNorm(2, 4)])
+def test_a_bias_that_a_normalisation_takes_off_again_need_not_move(norm: nn.Module) -> None:
+    torch.manual_seed(0)
+    model: Any = make("conv").to(torch.bfloat16)
+    model.body[1] = norm.to(torch.bfloat16)
+    with watched() as report:
+        train(model, sgd(model, 1e-6), steps=20, loss_fn=lambda m, x, y: F.cross_entropy(m(x.bfloat16()).float(), y))
+    stuck = {name for f in report.findings if f.code == "P208" for name in f.params}
+    assert "body.0.weight" in stuck
+    assert ("body.0.bias" in stuck) == (getattr(norm, "num_groups", 4) == 2)
 
 
 # ---------------------------------------------------------------------- G111, G112

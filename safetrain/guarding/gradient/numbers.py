@@ -41,6 +41,8 @@ class NumbersGuard(Callback):
         self._before: list[tuple[Held, Tensor, float]] = []
         self._updates: list[tuple[int, list[tuple[str, float, str]], Tensor]] = []
         self._still: dict[str, list[int]] = {}
+        self._inert: set[int] | None = None
+        """Parameters without any effect, by id; looked for once something does not move."""
         self._ask_cause: dict[str, list[int]] = {}
         self._asking = False
         self._turn = 0
@@ -50,6 +52,8 @@ class NumbersGuard(Callback):
         self._skipped = 0
 
     def on_backward_start(self, state: RunState) -> None:
+        if self._still and self._inert is None and state.micro_loss is not None:
+            self._inert = rules.biases_before_norm(state.micro_loss)
         if self._asking and state.micro_loss is not None:
             by_name = {h.name: t for h in self._watch.coverage.trained if (t := h.tensor) is not None}
             wanted = {n: by_name[n] for n in self._ask_cause if n in by_name}
@@ -216,6 +220,9 @@ class NumbersGuard(Callback):
             n for n, steps in self._still.items()
             if n not in self._told and len(steps) >= 3 and steps[-1] - steps[0] >= 6
         ]  # fmt: skip
+        if self._inert and still:
+            inert = {h.name for h in self._watch.coverage.trained if id(h.tensor) in self._inert}
+            still = [n for n in still if n not in inert]
         if not still:
             return
         rates = {name: rate for name, rate, _ in facts}

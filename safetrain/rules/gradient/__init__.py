@@ -29,6 +29,7 @@ from safetrain.rules.gradient.missing import (
 )
 from safetrain.rules.gradient.numbers import (
     ZeroCause,
+    biases_before_norm,
     find_gradient_scale,
     find_no_updates,
     find_zero_grads,
@@ -63,6 +64,7 @@ __all__ = [
     "ZERO_GRAD",
     "GradientEvidence",
     "ZeroCause",
+    "biases_before_norm",
     "explain_missing",
     "find_constant_terms",
     "find_gradient_scale",

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+
+from safetrain.versions import set_version
 
 KNOWN = "_recomputed_buffers"
 """Where a module keeps what is known about its buffers."""
@@ -49,7 +50,7 @@ def _copy(buffer: Tensor) -> Tensor:
     """A clone that counts in-place writes from where `buffer` does: recomputed values are compared by that too."""
     copy = buffer.detach().clone().requires_grad_(buffer.requires_grad)
     if not buffer.is_inference():
-        torch._C._autograd._unsafe_set_version_counter((copy,), (buffer._version,))
+        set_version(copy, buffer._version)
     return copy
 
 

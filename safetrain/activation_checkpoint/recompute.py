@@ -114,23 +114,26 @@ class _NoCastCache:
 class _Writes:
     """How often a saved value was written in place. Raises autograd's error when compared with another number."""
 
+    __slots__ = ("dtype", "shape", "version")
+
     def __init__(self, tensor: Tensor) -> None:
-        self._version = None if tensor.is_inference() else tensor._version
-        self._kind = f"{tensor.type()} {list(tensor.shape)}"
+        self.version = None if tensor.is_inference() else tensor._version
+        self.dtype, self.shape = tensor.dtype, tensor.shape
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, _Writes) and self._version != other._version:
+        if isinstance(other, _Writes) and self.version != other.version:
+            kind = torch.empty(0, dtype=self.dtype).type()
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self._kind}], saved inside a checkpointed module at version {self._version}, is at version "
-                f"{other._version} after the module ran again"
+                f"[{kind} {list(self.shape)}], saved inside a checkpointed module, is at version {other.version} "
+                f"after that ran again; expected version {self.version} instead"
             )
         return isinstance(other, _Writes)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return str(self._version)
+        return str(self.version)
 
 
 def _facts(tensor: Tensor) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from safetrain import rng
+from safetrain.versions import set_version
 
 _NOT_PLAIN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"})
 
@@ -71,4 +72,4 @@ def _put_back(tensor: Tensor, version: int | None, copy: Tensor) -> None:
         return
     with torch.no_grad():
         tensor.copy_(copy)
-    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+    set_version(tensor, version)

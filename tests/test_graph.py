@@ -36,7 +36,6 @@ from safetrain.graph import (
 )
 from safetrain.graph.roots import Root
 
-
 reads_saved = pytest.mark.skipif(
     not hasattr(torch._C._autograd.SavedTensor, "data"), reason="this torch does not tell what a node saved"
 )

@@ -326,6 +326,13 @@ def _declare_memory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--html", metavar="FILE", default="memory.html", help="where the page goes (default memory.html)"
     )
+    parser.add_argument(
+        "--snapshot",
+        metavar="FILE",
+        nargs="?",
+        const="snapshot.pickle",
+        help="on CUDA, also write the allocator's history for https://pytorch.org/memory_viz (default snapshot.pickle)",
+    )
 
 
 def _memory(args: argparse.Namespace) -> int:
@@ -336,10 +343,13 @@ def _memory(args: argparse.Namespace) -> int:
 
     if args.step < 1:
         raise ConfigError(f"--step {args.step}: steps are counted from 1")
-    memory = measure(config_file.load(args.file, args.overrides), args.step)
+    snapshot = Path(args.snapshot) if args.snapshot is not None else None
+    memory = measure(config_file.load(args.file, args.overrides), args.step, snapshot)
     print(table(memory))
     Path(args.html).write_text(page(memory, f"Memory of step {memory.step} of {args.file}"), encoding="utf-8")
     print(f"\nthe same with a timeline: {args.html}")
+    if snapshot is not None:
+        print(f"what the allocator did, to be dropped on https://pytorch.org/memory_viz: {snapshot}")
     return EXIT_OK
 
 

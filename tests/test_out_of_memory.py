@@ -141,8 +141,20 @@ def test_a_fragmented_cache_is_told_with_the_shapes_and_the_setting() -> None:
     (finding,) = find_fragmentation(books(20, 9, retries=3, pieces=8), shapes)
     assert finding.code == "M403"
     assert "holds 20.0 GB for a peak of 9.0 GB" in finding.message
-    assert "20 shapes, e.g. [8, 100]" in finding.message
-    assert "expandable_segments:True" in finding.fix
+    assert "20 shapes: [8, 100..119]" in finding.message
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in finding.fix and "pad batches" in finding.fix
+
+
+def test_a_setting_that_is_on_already_is_not_recommended() -> None:
+    settings = "max_split_size_mb:64,expandable_segments:True"
+    (finding,) = find_fragmentation(books(20, 9, retries=3, pieces=8), settings=settings)
+    assert "expandable" not in finding.fix
+
+
+def test_shapes_that_differ_in_kind_are_shown_one_by_one() -> None:
+    shapes = {((8, 3),), ((8, 3, 2),), ((9, 4),)}
+    (finding,) = find_fragmentation(books(20, 9, retries=3), shapes)
+    assert "3 shapes: [8, 3], [8, 3, 2], [9, 4], …" in finding.message
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from safetrain import Trainer, memory
 from safetrain.accounting.ownership import OwnershipProbe, StepMemory
 from safetrain.accounting.page import page
 from safetrain.accounting.report import table
+from safetrain.cli import EXIT_REFUSED, main
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 needs_glibc = pytest.mark.skipif(not memory.heap_is_readable(), reason="the C heap cannot be read here")
@@ -143,6 +144,23 @@ def test_the_table_and_the_page_say_the_same() -> None:
     assert "Memory of a &lt;test&gt;" in web
     assert not re.search(r"(src|href)=|https?:", web)  # it needs nothing from elsewhere
     assert web.count("<polygon") == 8
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
+def test_a_snapshot_without_cuda_is_refused_in_plain_words(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, target = str(EXAMPLES / "configs" / "digits.yaml"), tmp_path / "snapshot.pickle"
+    assert main(["memory", config, "--snapshot", str(target), f"device={device}"]) == EXIT_REFUSED
+    told = capsys.readouterr().err
+    if device == "cuda":
+        assert "device: 'cuda' cannot be used here" in told
+    else:
+        assert (
+            "--snapshot records what CUDA's allocator does, and this run is on cpu; run it where there is a GPU" in told
+        )
+    assert not target.exists()
 
 
 def test_the_command_refuses_a_step_that_never_comes(tmp_path: Path) -> None:

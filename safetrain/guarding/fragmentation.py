@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,10 @@ from safetrain.rules import memory
 
 if TYPE_CHECKING:
     from safetrain.state import RunState
+
+
+_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Environment variables that set up the allocator: both names work in a recent torch."""
 
 
 class FragmentationGuard(Callback):
@@ -43,6 +48,7 @@ class FragmentationGuard(Callback):
         """Look at the books now and then."""
         if self._device is None or self._told or state.step % self.EVERY:
             return
-        found = memory.find_fragmentation(torch.cuda.memory_stats(self._device), self._shapes)
+        settings = ",".join(os.environ.get(name, "") for name in _SETTINGS)
+        found = memory.find_fragmentation(torch.cuda.memory_stats(self._device), self._shapes, settings=settings)
         self._told = bool(found)
         self.report.extend(found, step=state.current_step)

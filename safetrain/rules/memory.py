@@ -38,6 +38,7 @@ _MAX_DECORATORS = 5
 _SMALL_RECORDS = 64_000
 """Numbers and short strings below so many bytes a step are a history, and nobody's fault."""
 _FRAGMENT_BYTES = 256_000_000
+_EXPANDABLE = "expandable_segments:True"
 EXPLAINS = 0.4
 """Share of the measured growth that a place must account for before it is blamed."""
 
@@ -156,13 +157,17 @@ def unnamed_growth(survivors: Survivors, slope: Slope, *, entry: Rule = HOST, me
 # ---------------------------------------------------------------------- M403
 
 
-def find_fragmentation(stats: Mapping[str, Any], shapes: Collection[tuple[tuple[int, ...], ...]] = ()) -> list[Finding]:
+def find_fragmentation(
+    stats: Mapping[str, Any], shapes: Collection[tuple[tuple[int, ...], ...]] = (), *, settings: str = ""
+) -> list[Finding]:
     """Whether CUDA's caching allocator is fragmented, from `torch.cuda.memory_stats()`.
 
     It is when much of what it took from the driver can serve no request at the peak (a third of it and 256 MB or
     more), and it shows: requests had to flush the cache and try again, or free pieces of split blocks hold the
-    difference. `shapes` are those that batches had; when they vary, that is why.
+    difference. `shapes` are those that batches had; when they vary, that is why. `settings` are the allocator's, as the
+    environment gives them: what is set already is not recommended.
     """
+    expands = _EXPANDABLE in settings
     reserved, peak = int(stats.get("reserved_bytes.all.peak", 0)), int(stats.get("allocated_bytes.all.peak", 0))
     retries = int(stats.get("num_alloc_retries", 0))
     pieces = int(stats.get("inactive_split_bytes.all.current", 0))
@@ -170,21 +175,26 @@ def find_fragmentation(stats: Mapping[str, Any], shapes: Collection[tuple[tuple[
     if idle < max(_FRAGMENT_BYTES, reserved // 3) or not (retries or pieces > idle // 2):
         return []
     varied = [shape for shape in shapes if shape]
-    told = f"; batches came in {len(varied)} shapes, e.g. {_shapes_in_words(varied)}" if len(varied) > 2 else ""
+    told = f"; batches came in {len(varied)} shapes: {_shapes_in_words(varied)}" if len(varied) > 2 else ""
+    padded = "pad batches to a few lengths" if told else "keep the sizes of what is allocated to a few"
     return [
         FRAGMENTED.finding(
             f"the allocator holds {format_bytes(reserved)} for a peak of {format_bytes(peak)}: {format_bytes(pieces)} "
             f"of it lie in pieces between blocks in use, {retries} allocations had to flush the cache and retry{told}",
             pinned_bytes=idle,
             cause="blocks of ever new sizes split the cache" if told else None,
-            fix="set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start"
-            + ("; pad batches to a few lengths" if told else ""),
+            fix=padded if expands else f"set PYTORCH_CUDA_ALLOC_CONF={_EXPANDABLE} before the start; {padded}",
         )
     ]
 
 
 def _shapes_in_words(shapes: Sequence[tuple[tuple[int, ...], ...]]) -> str:
-    return ", ".join(str(list(max(shape, key=math.prod))) for shape in sorted(shapes)[:3])
+    """The biggest tensor of each batch: `[8, 17..512]`, or some of them where they differ in kind."""
+    biggest = sorted(max(shape, key=math.prod) for shape in shapes)
+    if len({len(shape) for shape in biggest}) > 1:
+        return ", ".join(str(list(shape)) for shape in biggest[:3]) + ", …"
+    sides = [(min(sizes), max(sizes)) for sizes in zip(*biggest, strict=True)]
+    return "[" + ", ".join(str(low) if low == high else f"{low}..{high}" for low, high in sides) + "]"
 
 
 def cache_line(path: Iterable[Any]) -> SourceLine | None:

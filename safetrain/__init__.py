@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from safetrain.callbacks.base import Callback as Callback
     from safetrain.compile import CompileOptions as CompileOptions
     from safetrain.errors import BatchError as BatchError
+    from safetrain.errors import BudgetError as BudgetError
     from safetrain.errors import CheckpointError as CheckpointError
     from safetrain.errors import ConfigError as ConfigError
     from safetrain.errors import GuardError as GuardError
@@ -43,6 +44,7 @@ _HOMES = {
     "SafetrainError": "errors",
     "ConfigError": "errors",
     "BatchError": "errors",
+    "BudgetError": "errors",
     "CheckpointError": "errors",
     "NonFiniteError": "errors",
     "GuardError": "errors",

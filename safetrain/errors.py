@@ -21,6 +21,10 @@ class CheckpointError(SafetrainError):
     """A checkpoint is missing, damaged, or belongs to another model."""
 
 
+class BudgetError(SafetrainError):
+    """A step is forecast to need more memory than there is. Nothing was trained."""
+
+
 class NonFiniteError(SafetrainError, FloatingPointError):
     """Gradients or a loss were Inf or NaN and the policy is to stop. Weights were not touched."""
 

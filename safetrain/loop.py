@@ -71,6 +71,8 @@ class Trainer:
         micro_batch_size: cut the loader's batches into micro-batches of at most so many samples; same gradients.
         oom: what a forward or backward that runs out of memory does: "raise", or "split": the step is repeated, and the
             run goes on, with half the `micro_batch_size` (`safetrain.stepping.splitting`).
+        memory_budget: refuse to start when a step is forecast to need clearly more: bytes, such as "24GB", or "auto":
+            what the device has free. The forecast takes seconds, once (`safetrain.planner`).
         clip_norm, clip_norm_type, clip_value: clip gradients by total p-norm or by value, after unscaling.
         clip_per_group: take the norm over each parameter group by itself.
         nonfinite: what a step with Inf or NaN gradients does: "skip" it (counted and logged) or "raise". Weights are
@@ -112,6 +114,7 @@ class Trainer:
         accumulate: int = 1,
         micro_batch_size: int | None = None,
         oom: Literal["raise", "split"] = "raise",
+        memory_budget: int | str | None = None,
         clip_norm: float | None = None,
         clip_norm_type: float = 2.0,
         clip_value: float | None = None,
@@ -140,6 +143,7 @@ class Trainer:
         self.model = model
         self.precision = precision
         self.accumulate, self.micro_batch_size, self.oom = accumulate, micro_batch_size, oom
+        self.memory_budget, self._must_forecast = memory_budget, False
         self.clip_norm, self.clip_norm_type, self.clip_value = clip_norm, clip_norm_type, clip_value
         self.clip_per_group = clip_per_group
         self.nonfinite, self.check_finite = nonfinite, check_finite
@@ -482,13 +486,14 @@ class Trainer:
         Raises:
             ConfigError: nothing says when to stop.
             BatchError: a loader is empty, or a step returned something that cannot be trained on.
+            BudgetError: a step is forecast not to fit into `memory_budget`.
             CheckpointError: `resume` is missing, damaged, or from another model. Nothing was changed.
         """
         self._start_run(train, resume)
         state = self.state
         started = time.monotonic()
         val = self._overfit_set if self.overfit_batches else val
-        state.replay = self._replay
+        state.replay, state.forecast_peak = self._replay, self._forecast_peak
         try:
             with self._failures_told(), rng.deterministic_algorithms(self.deterministic):
                 self.listeners.on_fit_start(state)
@@ -524,7 +529,7 @@ class Trainer:
             self.listeners.on_exception(state)
             raise
         finally:
-            state.exception = state.replay = state.batch = state.micro_loss = None
+            state.exception = state.replay = state.forecast_peak = state.batch = state.micro_loss = None
 
     def _start_run(self, train: Iterable[Any], resume: str | Path | None) -> None:
         if self.max_steps is None and self.max_epochs is None and self.max_time is None:
@@ -546,7 +551,7 @@ class Trainer:
             self.train_loader.load_state_dict(self._position)
         elif self.seed is not None and state.step == 0:
             rng.seed_everything(self.seed)
-        self._position = None
+        self._position, self._must_forecast = None, self.memory_budget is not None
         self._find_outside()  # after the load, which may thaw parameters
         state.request_samples(FIRST_STEPS)
         _log.info("listeners, in order: %s", ", ".join(type(c).__name__ for c in self.listeners.callbacks) or "none")
@@ -603,6 +608,8 @@ class Trainer:
 
     def _run_step(self, window: Sequence[Any]) -> None:
         """`train_step` with its events and counters."""
+        if self._must_forecast:
+            self._forecast(window)
         state = self.state
         state.begin_step()
         state.is_logging_step = logging_step = state.step == 0 or (state.step + 1) % self.log_every == 0
@@ -631,6 +638,14 @@ class Trainer:
         self.report.raise_if_failed()
         if state.attached_metrics:
             state.attached_metrics = set()
+
+    def _forecast(self, window: Sequence[Any]) -> None:
+        """Before the first step, where `memory_budget` asks for it: refuse a run that cannot fit."""
+        from safetrain.planner.refusal import refuse_if_too_big  # which runs Trainers itself
+
+        self._must_forecast = False
+        assert self.memory_budget is not None
+        refuse_if_too_big(self, window, self.memory_budget)
 
     def _verify_compiled(self, window: Sequence[Any]) -> None:
         """On the first window, where `compile.verify` asks for it: compare loss and gradients with eager ones."""
@@ -730,6 +745,19 @@ class Trainer:
         finally:
             vars(self).clear()
             vars(self).update(attributes)
+
+    def _forecast_peak(self, micro_batch_size: int) -> int:
+        """Bytes of tensors at the peak of a step over `state.batch` in micro-batches of a size. Allocates nothing."""
+        from safetrain.planner import forecast  # it knows the Trainer, and is seldom needed
+        from safetrain.planner.faking import make_mode
+
+        state = self.state
+        before = state.micro_batch_size, state.exception
+        state.micro_batch_size, state.exception = micro_batch_size, None
+        try:
+            return forecast(self, [state.batch], make_mode()).peak_bytes
+        finally:
+            state.micro_batch_size, state.exception = before
 
     # ------------------------------------------------------------------ evaluation
 

@@ -10,7 +10,8 @@ import safetrain
 PROMISED = {
     *("Trainer", "StepOutput", "RunState", "Callback", "Finding", "CompileOptions", "CheckpointOptions"),
     *("watch", "find_retained_graphs", "find_missing_grads", "find_optimizer_mismatches", "seed_everything"),
-    *("SafetrainError", "ConfigError", "BatchError", "CheckpointError", "NonFiniteError", "GuardError", "__version__"),
+    *("SafetrainError", "ConfigError", "BatchError", "BudgetError", "CheckpointError", "NonFiniteError", "GuardError"),
+    "__version__",
 }
 
 

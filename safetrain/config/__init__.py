@@ -55,6 +55,9 @@ class LoopConfig(Section):
     oom: Literal["raise", "split"] = "raise"
     """What a forward or backward that runs out of memory does: end the run, or repeat the step, and go on, with half the
     micro-batch size."""
+    memory_budget: int | str | None = None
+    """Refuse to start when a step is forecast to need clearly more than this, e.g. 24GB, with the cheapest remedies.
+    auto: than the device has free. The forecast takes seconds, once; null: no forecast."""
     clip_norm: float | None = Field(None, gt=0)
     """Clip gradients to this total norm."""
     clip_norm_type: float = Field(2.0, gt=0)
@@ -105,6 +108,8 @@ class LoopConfig(Section):
             )
         if self.clip_norm is not None and self.clip_value is not None:
             raise ValueError("clip_norm and clip_value are both set; clip by one of them")
+        if self.memory_budget not in (None, "auto"):
+            parse_bytes(self.memory_budget, "memory_budget")
         if self.nonfinite == "raise" and not self.check_finite:
             raise ValueError(
                 "nonfinite: raise needs check_finite: true, which is what notices Inf and NaN; remove one of the two"

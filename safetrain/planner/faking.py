@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -22,10 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from safetrain import rng
 from safetrain.errors import SafetrainError
+from safetrain.findings import SourceLine
 from safetrain.loop import Trainer
-from safetrain.source import traceback_line, with_text
+from safetrain.source import traceback_line, user_line, with_text
 
 _READ = torch.ops.aten._local_scalar_dense.default
+
+
+Held = list[weakref.ref[Tensor]]
+"""Tensors, which live only as long as their holder keeps them."""
 
 
 class Unforecastable(SafetrainError):
@@ -57,39 +63,39 @@ def faking(mode: FakeTensorMode) -> Iterator[None]:
         raise Unforecastable(_reason(error)) from error
 
 
-def fake(value: Any, mode: FakeTensorMode) -> Any:
-    """A deep copy of anything whose tensors are fake. What they share they share in the copy, too.
+def fake(value: Any, mode: FakeTensorMode, shared: Iterable[Any] = ()) -> tuple[Any, Held]:
+    """A deep copy of anything whose tensors are fake, and these tensors. What is `shared` is not copied.
 
     Raises:
         Unforecastable: a part of it cannot be copied.
     """
-    return _copied(value, mode, {})
+    memo = {id(thing): thing for thing in shared}
+    try:
+        with FakeCopyMode(mode):
+            copied = copy.deepcopy(value, memo)
+    except (TypeError, RuntimeError, AttributeError) as error:
+        raise Unforecastable(f"the {type(value).__name__} cannot be copied: {error}") from error
+    return copied, [weakref.ref(thing) for thing in memo.values() if isinstance(thing, FakeTensor)]
 
 
-def fake_trainer(trainer: Trainer, mode: FakeTensorMode) -> Trainer:
-    """A copy of a Trainer that trains a fake model; the Trainer itself and all that it holds stay as they are.
+def fake_trainer(trainer: Trainer, mode: FakeTensorMode) -> tuple[Trainer, Held]:
+    """A copy of a Trainer that trains a fake model, and all tensors that it holds. The Trainer itself stays as it is.
 
     Loaders, listeners and reports are shared, not copied: the copy must not run them. Raises `Unforecastable`.
     """
     shared = (trainer.report, trainer.listeners, trainer.train_loader, trainer.state.replay, *trainer.callbacks)
-    copied: Trainer = _copied(trainer, mode, {id(thing): thing for thing in shared})
-    return copied
+    return fake(trainer, mode, shared)
 
 
-def _copied(value: Any, mode: FakeTensorMode, memo: dict[int, Any]) -> Any:
-    try:
-        with FakeCopyMode(mode):
-            return copy.deepcopy(value, memo)
-    except (TypeError, RuntimeError, AttributeError) as error:
-        raise Unforecastable(f"the Trainer cannot be copied: {error}") from error
+def _at(source: SourceLine | None) -> str:
+    if source is None:
+        return ""
+    source = with_text(source)
+    return f" at {source.file.rsplit('/', 1)[-1]}:{source.line}: `{source.text}`"
 
 
 def _reason(error: BaseException) -> str:
-    source = traceback_line(error.__traceback__)
-    place = ""
-    if source is not None:
-        source = with_text(source)
-        place = f" at {source.file.rsplit('/', 1)[-1]}:{source.line}: `{source.text}`"
+    place = _at(traceback_line(error.__traceback__))
     if isinstance(error, GuardOnDataDependentSymNode):
         return f"the step depends on the numbers in a tensor{place}"
     if isinstance(error, UnsupportedOperatorException):
@@ -111,7 +117,11 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return answer
         if not func._schema.returns:
             return None  # fused and foreach optimizers: no memory, and some have no fake implementation
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        known = torch.Tag.dynamic_output_shape not in func.tags or not isinstance(result, Tensor)
+        if not known and not all(isinstance(size, int) for size in result.shape):
+            raise Unforecastable(f"the shape of a tensor depends on the numbers in another{_at(user_line())}")
+        return result
 
 
 def _answer(frame: FrameType | None) -> float | None:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from safetrain.accounting.ownership import AllocationLog, OwnershipProbe, StepMemory
+from safetrain.accounting.ownership import AllocationLog, Block, OwnershipProbe, StepMemory
 from safetrain.callbacks import EMA
 from safetrain.callbacks.base import Listeners
 from safetrain.data.batch import tensors_in
+from safetrain.graph import grad_fn_of, walk
+from safetrain.graph.walk import NODE_BYTES
 from safetrain.loop import Trainer
 from safetrain.memory import Meter
 from safetrain.planner.cost import Cost
-from safetrain.planner.faking import Unforecastable, fake, fake_trainer, faking
+from safetrain.planner.faking import Held, Unforecastable, fake, fake_trainer, faking
 
 if TYPE_CHECKING:
     from safetrain.state import RunState
@@ -31,10 +33,10 @@ _CUDA_BLOCK = 512  # its allocator gives multiples of it
 class Forecast:
     """What one steady step will take, in bytes of tensors."""
 
-    memory: StepMemory
+    memory: StepMemory = field(repr=False)
     peaks: dict[str, tuple[int, int]]
     """By phase (`PHASES`): the highest bytes, and the clock of that moment."""
-    cost: Cost
+    cost: Cost = field(repr=False)
     """What the step computes and moves."""
 
     @property
@@ -58,15 +60,13 @@ def forecast(trainer: Trainer, window: Sequence[Any], mode: FakeTensorMode) -> F
         Unforecastable: the reason in words.
     """
     with faking(mode):
-        copied, window = fake_trainer(trainer, mode), fake(list(window), mode)
-        return run_steps(copied, window)
+        return run_steps(*fake_trainer(trainer, mode), fake(list(window), mode)[0])
 
 
-def run_steps(trainer: Trainer, window: Sequence[Any]) -> Forecast:
-    """The same for a Trainer and a window that are fake, inside `faking`. The Trainer has stepped afterwards."""
+def run_steps(trainer: Trainer, held: Held, window: Sequence[Any], num_steps: int = _WATCHED) -> Forecast:
+    """The same for a fake Trainer, the tensors it holds, and a fake window. The Trainer has stepped afterwards."""
     averages = [fake_average(callback) for callback in trainer.callbacks if isinstance(callback, EMA)]
-    probe = _Probe(trainer.state.step + _WATCHED, window)
-    probe.hold({"trainer": trainer, "averaged weights": averages})
+    probe = _Probe(trainer.state.step + num_steps, window, held, averages)
     trainer.listeners = Listeners([probe, *averages])
     trainer.compile_options = None
     trainer._find_outside()
@@ -76,7 +76,7 @@ def run_steps(trainer: Trainer, window: Sequence[Any]) -> Forecast:
     for average in averages:
         average.on_fit_start(trainer.state)
     try:
-        for _ in range(_WATCHED):
+        for _ in range(num_steps):
             trainer._run_step(window)
     except BaseException:
         probe.on_exception(trainer.state)
@@ -111,12 +111,14 @@ class _FakeLog(AllocationLog):  # type: ignore[no-untyped-call]
 
     counts_fakes = True
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__(_NoMeter())
+        self._device_type = device.type
         self.stage = "forward"
         self.peaks: dict[str, tuple[int, int]] = {}
         self.cost = Cost()
         self._phase = "forward"
+        self._graph: Block | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         in_backward = torch._C._current_autograd_node() is not None
@@ -131,14 +133,29 @@ class _FakeLog(AllocationLog):  # type: ignore[no-untyped-call]
         self._note_peak()
 
     def add(self, tensor: Tensor, owner: str, holder: str = "") -> None:
-        if isinstance(tensor, FakeTensor):  # a copy still refers to what it was copied from
+        if isinstance(tensor, FakeTensor) and tensor.device.type == self._device_type:
             super().add(tensor, owner, holder)
+
+    def _is_new(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self._device_type and super()._is_new(tensor)
 
     def bytes_of(self, tensor: Tensor) -> int:
         size = tensor.untyped_storage().nbytes()
-        if not isinstance(size, int):
-            raise Unforecastable("the shape of a tensor depends on the numbers in another")
         return -(-size // _CUDA_BLOCK) * _CUDA_BLOCK if tensor.device.type == "cuda" else size
+
+    def set_graph(self, num_nodes: int) -> None:
+        """How many autograd nodes there are. They are host memory, which is the device's own on a CPU."""
+        if self._graph is not None:
+            self.clock += 1
+            self._graph.died = self.clock
+            self.live_bytes -= self._graph.num_bytes
+            self._graph = None
+        if num_nodes:
+            self.clock += 1
+            self._graph = Block(num_nodes * NODE_BYTES, self.clock, "the graph", owner="activations")
+            self.blocks.append(self._graph)
+            self.live_bytes += self._graph.num_bytes
+            self._note_peak()
 
     def _note(self, tensor: Tensor, op: str, *place: Any, **more: Any) -> None:
         super()._note(tensor, op, *place, **more)
@@ -152,10 +169,10 @@ class _FakeLog(AllocationLog):  # type: ignore[no-untyped-call]
 class _Probe(OwnershipProbe):
     """Watches a fake step."""
 
-    def __init__(self, step: int, window: Sequence[Any]) -> None:
+    def __init__(self, step: int, window: Sequence[Any], held: Held, averages: Sequence[EMA]) -> None:
         super().__init__(step)
         self.log: _FakeLog | None = None
-        self._window = window
+        self._window, self._retained, self._averages = window, held, averages
 
     def on_step_start(self, state: RunState) -> None:
         """The whole window is there from the start."""
@@ -165,12 +182,29 @@ class _Probe(OwnershipProbe):
                 self.log.add(tensor, "inputs")
             self.log.begin("forward")
 
+    def on_backward_start(self, state: RunState) -> None:
+        """The graph is complete; that of the micro-batch before is gone."""
+        super().on_backward_start(state)
+        on_cpu = state.device is not None and state.device.type == "cpu"
+        if self.log is not None and state.micro_loss is not None and on_cpu:
+            self.log.set_graph(len(walk([grad_fn_of(state.micro_loss)], limit=1_000_000).nodes))
+
     def on_backward_end(self, state: RunState) -> None:
         """Clipping and stepping begin."""
         super().on_backward_end(state)
         if self.log is not None:
+            self.log.set_graph(0)
             self.log.begin("step")
 
     def _make_log(self, state: RunState) -> tuple[Meter, AllocationLog]:
-        self.log = _FakeLog()
+        self.log = _FakeLog(state.device or torch.device("cpu"))
         return _NoMeter(), self.log
+
+    def _claim_held(self, log: AllocationLog, state: RunState) -> None:
+        for reference in self._retained:
+            held = reference()
+            if held is not None:
+                log.add(held, "retained", "the Trainer")
+        for average in self._averages:
+            for tensor in average.weights().values():
+                log.add(tensor, "retained", "averaged weights")

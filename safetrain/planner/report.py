@@ -56,6 +56,13 @@ def row(option: Option, base: Forecast) -> str:
     return f"{told}  {option.extra_flops:>+6.0%}" + (f"  {option.changes}" if option.changes else "")
 
 
+def line(option: Option) -> str:
+    """One option as a sentence."""
+    name = " + ".join(switch.text for switch in option.switches)
+    told = f"{name}  → {format_bytes(option.peak_bytes)}, estimated time {option.slowdown - 1:+.0%} a step"
+    return told + (f" ({option.changes})" if option.changes else "")
+
+
 def lines(switches: Sequence[Switch]) -> str:
     """The switches as a piece of a config."""
     tree: dict[str, Any] = {}

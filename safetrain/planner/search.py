@@ -53,9 +53,11 @@ class Planner:
     def __init__(self, trainer: Trainer, window: Sequence[Any], mode: FakeTensorMode) -> None:
         self._mode = mode
         with faking(mode):
-            self._trainer, self._window = fake_trainer(trainer, mode), fake(list(window), mode)
+            self._trainer, _ = fake_trainer(trainer, mode)
+            self._window, _ = fake(list(window), mode)
             self.switches = available(self._trainer, self._window)
-        self.base = self._run(())
+            self._stepped, held = fake_trainer(self._trainer, mode)
+            self.base = run_steps(self._stepped, held, self._window)
         self._machine: Machine | None = None
         self._known: dict[tuple[str, ...], Option | None] = {}
 
@@ -127,11 +129,13 @@ class Planner:
         return seconds, flops
 
     def _run(self, switches: Sequence[Switch]) -> Forecast:
+        # A first step differs where optimizers make their state or checkpointed modules learn about their buffers.
+        lasting = {"optimizer", "activations"}.isdisjoint(switch.kind for switch in switches)
         with faking(self._mode):
-            trainer, window = fake_trainer(self._trainer, self._mode), fake(self._window, self._mode)
+            trainer, held = fake_trainer(self._stepped if lasting else self._trainer, self._mode)
             for switch in switches:
                 switch.apply(trainer)
-            return run_steps(trainer, window)
+            return run_steps(trainer, held, self._window, 1 if lasting else 2)
 
 
 def _split(found: Forecast) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from safetrain.activation_checkpoint import CheckpointOptions
 from safetrain.compile import CompileOptions
 from safetrain.errors import ConfigError
+from safetrain.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from safetrain.loop import Trainer
@@ -34,6 +35,8 @@ def check_settings(t: Trainer) -> None:
     for name, allowed in choices.items():
         if getattr(t, name) not in allowed:
             raise ConfigError(f"{name}={getattr(t, name)!r}; it is {' or '.join(map(repr, allowed))}")
+    if t.memory_budget not in (None, "auto"):
+        parse_bytes(t.memory_budget, "memory_budget")
     counts = ("accumulate", "micro_batch_size", "log_every", "max_steps", "max_epochs", "eval_every", "limit_batches",
               "limit_eval_batches", "overfit_batches", "seed")  # fmt: skip
     for name in counts:

@@ -448,12 +448,27 @@ def offloaded_activations(before: Any) -> Any:
     return [p.grad for p in model.parameters()]
 
 
+def experts_that_fill_one_output(before: Any) -> Any:
+    """Each writes its rows into a tensor that is read as a whole afterwards."""
+    gate, experts = nn.Linear(8, 3), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+    x = torch.randn(12, 8)
+    weight, chosen = gate(x).softmax(-1).max(-1)
+    out = torch.zeros_like(x)
+    for index, expert in enumerate(experts):
+        rows = chosen == index
+        out[rows] = weight[rows, None] * expert(x[rows])
+    loss = (x + out).pow(2).mean()
+    before(loss)
+    loss.backward()
+    return [*_params(gate, experts), gate.weight.grad]
+
+
 PROGRAMS: list[Program] = [
     resnet, densenet, unet, vq_vae, gan, gradient_penalty, truncated_backprop, checkpointed_batchnorm_held_still,
     nested_and_autocast_checkpoints, selective_checkpoint, function_transforms, meta_learning, lbfgs, sharpness_aware,
     binarised_weights, graph_network, sparse_embedding, mark_dirty_function, decoding_with_a_preallocated_cache,
     distillation, noisy_layers, stochastic_depth, several_kinds_of_recomputation, complex_and_views,
-    retained_terms_by_one_graph, weight_norms, offloaded_activations,
+    retained_terms_by_one_graph, weight_norms, offloaded_activations, experts_that_fill_one_output,
 ]  # fmt: skip
 
 

@@ -151,6 +151,25 @@ def assigned_names(statement: ast.AST | None) -> set[str]:
     return found
 
 
+def names_stored_into(statement: ast.AST | None) -> set[str]:
+    """Plain names that a statement writes into: `x` in `x[mask] = y` and in `x.part[0] += y`."""
+    if isinstance(statement, ast.Assign):
+        targets: list[ast.expr] = list(statement.targets)
+    elif isinstance(statement, (ast.AnnAssign, ast.AugAssign)):
+        targets = [statement.target]
+    else:
+        return set()
+    places = [n for t in targets for n in ast.walk(t) if isinstance(n, (ast.Subscript, ast.Attribute))]
+    stored: set[str] = set()
+    for place in places:
+        base: ast.expr = place
+        while isinstance(base, (ast.Subscript, ast.Attribute)):
+            base = base.value
+        if isinstance(place.ctx, ast.Store) and isinstance(base, ast.Name):
+            stored.add(base.id)
+    return stored
+
+
 def lines_where(filename: str, test: Callable[[ast.AST], bool], *, inside: ast.AST | None = None) -> list[SourceLine]:
     """Lines of the nodes that pass a test, in order."""
     tree = inside if inside is not None else tree_of(filename)

@@ -90,6 +90,8 @@ class AliasWatcher(Watcher):
         if statement is None or isinstance(statement, ast.Expr):
             return []  # `x.relu_()` alone on a line is meant to change x
         names, containers = _names_of(tensor, frame_locals(here))
+        meant = syntax.names_stored_into(statement)  # `out[mask] = y` says that it changes `out`
+        names, containers = names - meant, containers - meant
         if not names and not containers:
             return []
         module = self.record.module_at(frame) if self.record is not None else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextvars
 import functools
+import gc
 import queue
 import threading
 from collections.abc import Callable
@@ -189,6 +190,29 @@ def test_their_likes_without_an_end_are_told(program: Callable[[], None]) -> Non
     finding = only(program)
     assert finding.first_step == 4
     assert "kept" in (finding.holder or "")
+
+
+@pytest.mark.parametrize("leak", [False, True])
+def test_a_loop_that_calls_the_collector_hides_nothing(leak: bool) -> None:
+    def program() -> None:
+        model = make_model("mlp")
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        kept = []
+        for x, y in batches("mlp", 8):
+            out = model(x)
+            kept.append(out.mean() if leak else out.mean().detach())
+            gc.collect(1)  # moves what is young to where a census does not look
+            optimizer.zero_grad()
+            (F.cross_entropy(out, y) * 2).backward()
+            optimizer.step()
+
+    callbacks = list(gc.callbacks)
+    if leak:
+        finding = only(program)
+        assert finding.first_step == 4 and "kept" in (finding.holder or "")
+    else:
+        assert loud(program) == []
+    assert gc.callbacks == callbacks
 
 
 # ---------------------------------------------------------------------- who is named

@@ -125,14 +125,15 @@ class Census:
     """The tensors with a graph that were made since the last look and are alive now.
 
     The collector keeps objects in order of creation, youngest last: reading its young generation backwards up to a
-    sentinel left by the last look costs 3–6 µs, whatever the size of the heap. Objects that the collector has already
-    moved to its oldest generation are not seen. Nothing is frozen, and the collector's state is untouched.
+    sentinel left by the last look costs 3–6 µs, whatever the size of the heap. Objects in the oldest generation are
+    not seen; `before_collections` looks right before the collector moves them there, as `gc.collect()` in a loop does.
+    Nothing is frozen, and the collector's state is untouched.
 
     A step that leaves no more objects behind than clean steps do (by the collector's counter) is not even looked at,
     up to 16 in a row: what keeps a tensor of each step leaves at least one more.
     """
 
-    __slots__ = ("_count", "_growth", "_pause", "_sentinel", "_skipped", "_usable", "_usual")
+    __slots__ = ("_before", "_count", "_growth", "_pause", "_sentinel", "_skipped", "_usable", "_usual")
 
     def __init__(self) -> None:
         self._sentinel: list[None] = []
@@ -142,10 +143,33 @@ class Census:
         self._growth: int | None = None  # of the last clean step that was looked at
         self._usual: int | None = None  # of two of them in a row
         self._usable: bool = getattr(sys, "_is_gil_enabled", lambda: True)()  # free-threaded Python has no generations
+        self._before: Callable[[str, dict[str, int]], None] | None = None
 
     def reset(self) -> None:
         """Forget what is older than now."""
         self._sentinel = []
+
+    def before_collections(self, see: Callable[[Tensor], object] | None) -> None:
+        """Also `visit` right before objects leave the young generations, until called with None.
+
+        `see` is a bound method that is held weakly. Costs a look in each collection that is not of the youngest alone.
+        """
+        if self._before is not None:
+            _forget_callback(self._before)
+            self._before = None
+        if see is None or not self._usable:
+            return
+        method = weakref.WeakMethod(see)
+
+        def before(phase: str, info: dict[str, int]) -> None:
+            living = method()
+            if living is None:
+                _forget_callback(before)
+            elif phase == "start" and (info["generation"] > 0 or _OLD_GENERATION_IS_SPLIT):
+                self.visit(living)
+
+        self._before = before
+        gc.callbacks.append(before)
 
     def visit_step(self, see: Callable[[Tensor], object]) -> None:
         """`visit`, at the end of each step, unless the step left nothing behind."""
@@ -182,6 +206,11 @@ class Census:
             return True
         self._pause = young // _BIG_YOUNG_GENERATION
         return False
+
+
+def _forget_callback(callback: Callable[[str, dict[str, int]], None]) -> None:
+    if callback in gc.callbacks:
+        gc.callbacks.remove(callback)
 
 
 def _visit_backwards(objects: list[Any], sentinel: object, see: Callable[[Tensor], object]) -> tuple[int, bool]:

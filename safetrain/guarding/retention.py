@@ -65,7 +65,7 @@ def is_sampled(step: int) -> bool:
 
 
 class RetentionGuard(Guard):
-    """Graphs that outlive their step.
+    """G101 to G103, G106, G107 and G110: graphs that outlive their step.
 
     Each step: one mark on the loss, and on every tensor made in the step that still carries a graph at its end (a
     census of the collector's young objects). A mark lives as long as its graph, so the number of earlier steps whose
@@ -91,6 +91,9 @@ class RetentionGuard(Guard):
         self._evaluation = _Evaluation()
 
     # ------------------------------------------------------------------ events
+
+    def on_fit_start(self, state: RunState) -> None:
+        self._census.before_collections(self._put_mark)
 
     def on_backward_start(self, state: RunState) -> None:
         loss = state.micro_loss
@@ -120,17 +123,21 @@ class RetentionGuard(Guard):
 
     def on_eval_start(self, state: RunState) -> None:
         self._mark_young(self._mark)
+        self._census.before_collections(None)  # what an evaluation makes has marks of its own
 
     def on_eval_end(self, state: RunState) -> None:
         self._mark_young(self._evaluation.mark(state.step))
+        self._census.before_collections(self._put_mark)
         if state.attached_metrics:
             self._tell_metrics(state)
 
     def on_exception(self, state: RunState) -> None:
         self._end_traces()
+        self._census.before_collections(None)
 
     def on_fit_end(self, state: RunState) -> None:
         self._end_traces()
+        self._census.before_collections(None)
         if self._evaluation.marks:
             self._judge_evaluation(state, at_end=True)
         self.tell(self._evaluation.last_word(), state)
@@ -371,7 +378,7 @@ def graph_tensors(output: Any) -> list[Tensor]:
 
 
 class WasteGuard(Guard):
-    """Graphs that are built or kept for nothing: retain_graph, create_graph, attached metrics."""
+    """G104, G105 and G108: graphs that are built or kept for nothing, by retain_graph or create_graph."""
 
     sampled_hooks = STEP_HOOKS
 
@@ -512,7 +519,7 @@ def retaining_line() -> SourceLine | None:
 
 
 class FunctionGuard(Guard):
-    """Hand-written autograd Functions, each class once: in the first steps, then at ever longer intervals."""
+    """G111 and G112: hand-written autograd Functions, each class once: in the first steps, then at ever longer intervals."""
 
     sampled_hooks = STEP_HOOKS
 

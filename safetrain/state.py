@@ -99,6 +99,8 @@ class RunState:
 
     In a foreign loop it calls the model again and returns its output, or raises LookupError where that cannot be done.
     """
+    forecast_peak: Callable[[int], int] | None = None
+    """Bytes at the peak of a step over `batch`, cut to micro-batches of a size; raises where that cannot be known."""
     gradients_off_at: SourceLine | None = None
     """The user's line that last called `torch.set_grad_enabled(False)`, where a driver sees it."""
     checkpoint_path: Path | None = None

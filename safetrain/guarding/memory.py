@@ -12,12 +12,11 @@ import math
 import mmap
 import time
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
 
-from safetrain.accounting.failed_attempt import bytes_to_save, in_evaluation
+from safetrain.accounting.failed_attempt import in_evaluation
 from safetrain.accounting.growth import FAST_RATE, WARM_UP, Slope, steps_needed
 from safetrain.accounting.inventory import Inventory, Suspect, find_growing, length_of, names_of, running_loaders
 from safetrain.accounting.investigation import Investigation
@@ -36,8 +35,6 @@ from safetrain.rules import memory
 from safetrain.rules.out_of_memory import find_out_of_memory, is_out_of_memory, owned_bytes
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from safetrain.state import RunState
 
 _PATIENT_EPOCHS = 2
@@ -135,8 +132,7 @@ class MemoryGuard(Callback):
         if error is None or not is_out_of_memory(error) or not self._tracks:
             return
         evaluating = state.phase == "eval" or in_evaluation(error)
-        replay = state.replay if state.in_step and not evaluating else None
-        for finding in self._explain(state, error, evaluating=evaluating, replay=replay):
+        for finding in self._explain(state, error, evaluating=evaluating, forecasts=state.in_step and not evaluating):
             self.report.add(finding, step=state.current_step, phase="eval" if evaluating else state.phase)
             attach(error, finding)
 
@@ -156,7 +152,7 @@ class MemoryGuard(Callback):
         error: BaseException,
         *,
         evaluating: bool = False,
-        replay: Callable[[], Tensor] | None = None,
+        forecasts: bool = False,
     ) -> list[Finding]:
         self._give_reserve_back()
         meter = self._tracks[-1].meter
@@ -171,7 +167,8 @@ class MemoryGuard(Callback):
                 batch=state.batch,
                 samples=batch_size(state.batch) if state.batch is not None else None,
                 evaluating=evaluating,
-                needed_bytes=None if replay is None else bytes_to_save(replay, state.model, state.batch),
+                forecast_peak=state.forecast_peak if forecasts else None,
+                replay=state.replay if forecasts else None,
                 findings=self.report.findings,
             )
         except Exception:  # the run has failed of something else, which must reach the user: not ours

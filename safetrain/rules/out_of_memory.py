@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
+import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from safetrain.accounting.failed_attempt import (
     SAVING,
     Attempt,
     Sized,
+    bytes_to_save,
     kept_by_names,
     read_attempt,
 )
@@ -29,6 +31,7 @@ OUT_OF_MEMORY = rule(
     "M404", "out-of-memory", "error", "memory ran out: who had it, in which phase, and which switches would fit"
 )
 
+_log = logging.getLogger("safetrain")
 _SHARE_SAVED = 0.8
 """Of the room for activations, how much may be saved for backward: the rest is for temporaries."""
 _GROWTH_RULES = ("M401", "M402", "M405", "G101", "G103", "G106", "G107", "G110")
@@ -62,15 +65,17 @@ def find_out_of_memory(
     batch: Any = None,
     samples: int | None = None,
     evaluating: bool = False,
-    needed_bytes: int | None = None,
+    forecast_peak: Callable[[int], int] | None = None,
+    replay: Callable[[], Tensor] | None = None,
     findings: Iterable[Finding] = (),
 ) -> list[Finding]:
     """Explain an out-of-memory error while its traceback still holds the failed attempt.
 
     `used_bytes` is what the meter says now, `used_before` what it said before the run, without the model; `batch` the
-    micro-batch and `samples` its size, where they are known; `needed_bytes` what its whole forward saves for backward
-    (`bytes_to_save`); `findings` what the run has shown so far: growth is named as the cause. Reads a device's
-    allocator books at most, no host sync.
+    micro-batch and `samples` its size, where they are known; `forecast_peak` tells what a step would take at a
+    micro-batch size, `replay` runs the micro-batch's forward: one of them is used, on tensors without data, to say what
+    would fit. `findings` is what the run has shown so far: growth is named as the cause. Reads a device's allocator
+    books at most, no host sync.
     """
     if not is_out_of_memory(error):
         return []
@@ -86,7 +91,16 @@ def find_out_of_memory(
     had = "".join(f"{owner} {format_bytes(size)}, " for owner, size in owners.items() if size)
     grown = next((f for f in findings if f.code in _GROWTH_RULES and f.severity != "note"), None)
     room = attempt.saved_bytes + rest
-    smaller = _smaller(attempt.samples or samples, room, needed_bytes)
+    known_samples = attempt.samples or samples
+    smaller = None
+    if known_samples is not None and known_samples > 1 and attempt.phase not in (EVALUATION, OPTIMIZER, SAVING):
+        tells = _by_forecast(known_samples, used_bytes - used_before, forecast_peak) or _by_what_is_saved(
+            known_samples, room, None if replay is None else bytes_to_save(replay, model, batch)
+        )
+        smaller = (
+            f"micro-batches of {tells[0]} instead of {known_samples}{tells[1]} (in a Trainer "
+            f"micro_batch_size={tells[0]}, or oom='split'; the gradients stay the same)"
+        )
     return [
         OUT_OF_MEMORY.finding(
             f"out of memory in {attempt.phase}{f' of {attempt.module}' if attempt.module else ''}: {asked} beside "
@@ -108,20 +122,34 @@ def _listed(title: str, entries: Sequence[Sized]) -> str:
     return f". {title}: " + "; ".join(f"{e.label} {format_bytes(e.num_bytes)}" for e in entries) if entries else ""
 
 
-def _smaller(samples: int | None, room: int, needed_bytes: int | None) -> str | None:
-    """A micro-batch size to try: half, or half of that, until what it saves leaves room for temporaries as well."""
-    if samples is None or samples < 2:
+def _by_forecast(samples: int, capacity: int, forecast_peak: Callable[[int], int] | None) -> tuple[int, str] | None:
+    """The micro-batch size whose peak is what was in use when memory ran out, on the line through two forecasts."""
+    if forecast_peak is None:
         return None
-    size, reason = samples // 2, ""
-    if needed_bytes:
-        while size > 1 and size / samples * needed_bytes > _SHARE_SAVED * room:
-            size //= 2
-        reason = (
-            f": {samples} save {format_bytes(needed_bytes)} for backward, and there was room for {format_bytes(room)}"
-        )
+    try:
+        half = max(1, samples // 2)
+        whole_peak, half_peak = forecast_peak(samples), forecast_peak(half)
+    except Exception as error:
+        _log.debug("what would fit could not be forecast: %s", error)
+        return None
+    each = (whole_peak - half_peak) / (samples - half)
+    size = int(half + (capacity - half_peak) / each) if each > 0 else half
+    if not 1 <= size < samples:
+        return None
+    size -= size % 8 if size > 32 else 0
+    return size, f": {samples} are forecast to need {format_bytes(whole_peak)}, and there was {format_bytes(capacity)}"
+
+
+def _by_what_is_saved(samples: int, room: int, needed_bytes: int | None) -> tuple[int, str]:
+    """Half, or half of that, until what it saves leaves room for temporaries as well."""
+    size = samples // 2
+    if not needed_bytes:
+        return size, ""
+    while size > 1 and size / samples * needed_bytes > _SHARE_SAVED * room:
+        size //= 2
     return (
-        f"micro-batches of {size} instead of {samples}{reason} (in a Trainer micro_batch_size={size}, or oom='split'; "
-        "the gradients stay the same)"
+        size,
+        f": {samples} save {format_bytes(needed_bytes)} for backward, and there was room for {format_bytes(room)}",
     )
 
 

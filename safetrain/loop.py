@@ -759,19 +759,6 @@ class Trainer:
         finally:
             state.micro_batch_size, state.exception = before
 
-    def _forecast_peak(self, micro_batch_size: int) -> int:
-        """Bytes of tensors at the peak of a step over `state.batch` in micro-batches of a size. Allocates nothing."""
-        from safetrain.planner import forecast  # it knows the Trainer, and is seldom needed
-        from safetrain.planner.faking import make_mode
-
-        state = self.state
-        before = state.micro_batch_size, state.exception
-        state.micro_batch_size, state.exception = micro_batch_size, None
-        try:
-            return forecast(self, [state.batch], make_mode()).peak_bytes
-        finally:
-            state.micro_batch_size, state.exception = before
-
     # ------------------------------------------------------------------ evaluation
 
     def evaluate(self, loader: Iterable[Any]) -> dict[str, float]:

@@ -246,7 +246,7 @@ CASES = {
     "gpt": Case("GPT, fused AdamW", gpt, TEXT),
     "gpt-checkpointed": Case("GPT, blocks recomputed", gpt, TEXT, settings={"activation_checkpoint": "blocks.*"}),
     "gpt-bf16": Case("GPT, bf16, foreach AdamW", gpt, TEXT, **FOREACH, settings={"precision": "bf16", **CLIPPED}),
-    "gpt-accumulate": Case("GPT, 4 batches, SGD", gpt, text(4, 256, words=4096), settings={"accumulate": 4}, **SGD),
+    "gpt-accumulate": Case("GPT, 4 batches, SGD", gpt, text(2, 256, words=4096), settings={"accumulate": 4}, **SGD),
     "encoder-decoder": Case("encoder–decoder, fused AdamW", seq2seq, text(8, 192, words=4096, parts=3)),
     "unet": Case("U-Net, SGD", unet, pixels, **SGD),
     "moe": Case("mixture of experts, fused AdamW", moe, text(8, 192, words=2048)),

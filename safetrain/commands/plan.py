@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from safetrain.data.batch import tensors_in
 from safetrain.data.loader import EpochLoader
@@ -35,7 +36,7 @@ def plan(config: Config, budget: int | None, tell: Callable[[str], object]) -> b
     """
     mode = make_mode()
     try:
-        job = build_fake(config, partial(faking, mode))
+        job = build_unwatched(config, mode, tell)
         window = window_of(job, config.loop.accumulate)
         planner = Planner(job.trainer, window, mode)
     except Unforecastable as error:
@@ -51,13 +52,24 @@ def plan(config: Config, budget: int | None, tell: Callable[[str], object]) -> b
     return budget is None or _tell_what_fits(planner, budget, tell)
 
 
-def build_fake(config: Config, making: Callable[[], Any] = nullcontext) -> Job:
-    """The config's job with a model that has no bytes, and no guards, compiling or loader processes."""
+def build_unwatched(config: Config, mode: FakeTensorMode, tell: Callable[[str], object]) -> Job:
+    """The config's job with a model that has no bytes, and no guards, compiling or loader processes.
+
+    A model that cannot be made without numbers (it is trained, or read with NumPy, as it is built) is made for real.
+    """
     from safetrain.config.build import build
 
-    data = config.data.model_copy(update={"num_workers": 0, "pin_memory": False})
-    config = config.model_copy(update={"guards": "off", "compile": None, "data": data})
-    return build(config, making=making)
+    changes: dict[str, Any] = {"guards": "off", "compile": None}
+    if config.data.num_workers:
+        changes["data"] = config.data.model_copy(update={"num_workers": 0})
+    config = config.model_copy(update=changes)
+    try:
+        return build(config, making=partial(faking, mode))
+    except ConfigError:
+        raise
+    except Exception as error:
+        tell(f"the model is built for real, since it cannot be made without numbers: {type(error).__name__}: {error}")
+    return build(config)
 
 
 def window_of(job: Job, accumulate: int) -> list[Any]:

@@ -23,6 +23,10 @@ class DeferredFlag:
             self._host = torch.zeros((), pin_memory=True)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
+    def __deepcopy__(self, memo: object) -> DeferredFlag:
+        """A flag of its own that reads at once: events cannot be copied, and a copied Trainer only forecasts."""
+        return DeferredFlag(torch.device("cpu"))
+
     @property
     def waits(self) -> bool:
         """Reading it now would make the host wait, so read it a step later."""

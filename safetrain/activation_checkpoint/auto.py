@@ -98,8 +98,12 @@ class AutoCheckpoint(Callback):
     # ------------------------------------------------------------------ the measured steps
 
     def on_fit_start(self, state: RunState) -> None:
-        """Another run measures anew, unless the choice was made."""
-        self._seen = 0
+        """Measure anew, unless the choice was made."""
+        if self.is_settled:
+            return
+        self._seen, self._budget_left = 0, float(self.budget)
+        for name in self.blocks:
+            self._set(name, "recompute")
 
     def on_step_start(self, state: RunState) -> None:
         """Start the measurement that is due."""

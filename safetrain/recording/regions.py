@@ -183,6 +183,8 @@ def _recomputed_by(frame: Any) -> list[Tensor]:
 
 def module_of(function: Any) -> nn.Module | None:
     """The module that a checkpointed function is, is a method of, or carries in its closure or first argument."""
+    if isinstance(function, functools.partial) and function.func is _again:
+        function = function.args[1]
     for value in (function, *(_content(cell) for cell in getattr(function, "__closure__", None) or ())):
         while isinstance(value, functools.partial):
             value = value.args[0] if value.args and isinstance(value.args[0], nn.Module) else value.func

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import CellType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from safetrain.findings import Finding, SourceLine
 from safetrain.recording.recorder import Op, OpInfo, Recorder, Watcher, Where, as_source
+from safetrain.recording.regions import module_of
 from safetrain.rules.autopsy.catalogue import RECOMPUTE_MISMATCH
 from safetrain.rules.autopsy.failure import Failure, names_in
 
@@ -124,28 +125,12 @@ def _checkpointed_module(failure: Failure) -> tuple[nn.Module | None, str | None
             continue
         local = names_in(frame)
         for value in (local.get("frame"), local.get("self"), local.get("ctx"), local.get("gen")):
-            module = _module_of(value)
+            function = getattr(value, "recompute_fn", None) or getattr(value, "run_function", None)
+            module = module_of(function)
             if module is not None:
                 names = {id(m): n for n, m in failure.model.named_modules()}
                 return module, names.get(id(module)) or type(module).__name__
     return None, None
-
-
-def _module_of(holder: Any) -> nn.Module | None:
-    function = getattr(holder, "recompute_fn", None) or getattr(holder, "run_function", None)
-    cells = getattr(function, "__closure__", None) or ()
-    for value in (function, *(_content(cell) for cell in cells)):
-        target = getattr(value, "__self__", value)
-        if isinstance(target, nn.Module):
-            return target
-    return None
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the name is not bound yet
-        return None
 
 
 def find_recompute_differences(record: Recorder) -> list[Finding]:

@@ -189,7 +189,7 @@ class Trainer:
         self._stepped: set[str] = set()  # optimizers that stepped since the scaler was last updated
         self.state.micro_batch_size = micro_batch_size
         self._splitter = Splitter(model) if oom == "split" else None
-        self._verdicts = {name: DeferredFlag(self.device) for name in named}  # was the last step to be skipped?
+        self._verdicts: dict[str, DeferredFlag] = {}  # was the last step of an optimizer to be skipped?
         if scaler is not None:
             for name, opt in named.items():
                 opt.register_step_post_hook(functools.partial(_note_step, self._stepped, name))
@@ -263,7 +263,9 @@ class Trainer:
         """
         if self._splitter is not None:
             return self._splitter.run(self, window)
-        return self._forward_backward(in_micro_batches(self, window))
+        if self.state.micro_batch_size is not None:
+            window = in_micro_batches(self, window)
+        return self._forward_backward(window)
 
     def _forward_backward(self, window: Sequence[Any]) -> Tensor:
         state = self.state
@@ -308,7 +310,8 @@ class Trainer:
         state, scaler = self.state, self.state.scaler
         chosen = self._named(names)
         state.stepping = tuple(chosen)
-        self._settle(state.optimizers)  # before this step reads its rate, and listeners what was skipped
+        if self._verdicts:
+            self._settle()  # before this step reads its rate, and listeners what was skipped
         if scaler is not None:
             self._unscale(scaler, chosen)
         self.listeners.on_backward_end(state)
@@ -411,15 +414,16 @@ class Trainer:
             self._conclude(name, taken=taken)
 
     def _defer(self, name: str, found_inf: Tensor) -> None:
+        if name not in self._verdicts:
+            self._verdicts[name] = DeferredFlag(self.device)
         verdict = self._verdicts[name]
         verdict.put(found_inf, self.state.current_step)
         if not verdict.waits:
-            self._settle((name,))
+            self._settle()
 
-    def _settle(self, names: Iterable[str]) -> None:
+    def _settle(self) -> None:
         """Act on verdicts that the device left behind in an earlier step."""
-        for name in names:
-            verdict = self._verdicts[name]
+        for name, verdict in self._verdicts.items():
             skipped = verdict.take()
             if skipped is not None:
                 self._conclude(name, taken=not skipped, step=verdict.step)
@@ -501,7 +505,7 @@ class Trainer:
                     writable_run_dir(state, "the Trainer")
                 while not self._should_stop(started):
                     self._run_epoch(val, started)
-                self._settle(state.optimizers)
+                self._settle()
                 # Not when told to stop: a signal leaves little time, and a resumed run would count one evaluation more.
                 if val is not None and state.step not in (0, state.evaluated_step) and state.stop_reason is None:
                     self._evaluate_and_log(val)
@@ -582,7 +586,8 @@ class Trainer:
             self._run_step(window)
             if self.eval_every is not None and val is not None and state.step % self.eval_every == 0:
                 self._evaluate_and_log(val)
-            self._save_if_requested()
+            if state.save_request is not None:
+                self._save_if_requested()
             if self._should_stop(started) and (state.stop_reason is not None or not self._at_epoch_end(loader)):
                 return
         self._end_epoch(val)
@@ -594,7 +599,7 @@ class Trainer:
 
     def _end_epoch(self, val: Iterable[Any] | None) -> None:
         state = self.state
-        self._settle(state.optimizers)
+        self._settle()
         state.epoch, state.batch_in_epoch = state.epoch + 1, 0
         if self.schedule_every == "epoch":
             for scheduler in state.schedulers.values():
@@ -612,6 +617,7 @@ class Trainer:
             self._forecast(window)
         state = self.state
         state.begin_step()
+        self.listeners.choose(state)
         state.is_logging_step = logging_step = state.step == 0 or (state.step + 1) % self.log_every == 0
         self._averages = Averages(self.device) if logging_step else None
         self._stepped.clear()
@@ -686,7 +692,7 @@ class Trainer:
 
     def save(self, directory: str | Path) -> Path:
         """Write what shapes the rest of the run to a new folder `step_NNNNNNNN` of `directory`; returns its path."""
-        self._settle(self.state.optimizers)
+        self._settle()
         return checkpoint.write(checkpoint.capture(self), Path(directory))
 
     def load(self, path: str | Path) -> None:
@@ -845,7 +851,7 @@ class Trainer:
 
     def _evaluate_and_log(self, val: Iterable[Any]) -> None:
         state = self.state
-        self._settle(state.optimizers)
+        self._settle()
         self.zero_grad()  # gradients would sit under the peak of evaluation, and the next step drops them anyway
         metrics = self._evaluate(val)
         state.evaluated_step = state.step
@@ -871,7 +877,7 @@ class Trainer:
         """Fill `state.row` and send it out: the host sync of a logging step."""
         state, averages = self.state, self._averages
         assert averages is not None
-        self._settle(state.optimizers)
+        self._settle()
         if state.loss is not None:
             averages.add("loss", state.loss, 1.0)
         if state.grad_norm is not None:

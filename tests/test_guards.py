@@ -70,6 +70,7 @@ def test_sampled_hooks_hear_of_the_first_steps_of_a_run_and_of_five_in_64_later(
     state.request_samples(10)
     for _ in range(130):
         state.begin_step()
+        listeners.choose(state)
         listeners.on_step_start(state)
         state.step += 1
     assert often.steps == list(range(1001, 1131))

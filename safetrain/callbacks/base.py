@@ -101,6 +101,7 @@ class Listeners:
     """Sends each event to those that override its hook. Worked out once, at construction.
 
     `listeners.on_step_end(state)` calls the overriding hooks in list order. `watch(hook, callback, bound)` may wrap.
+    A driver calls `choose(state)` at the start of a step: which listeners hear of it.
     """
 
     on_fit_start: Hook
@@ -128,42 +129,36 @@ class Listeners:
                 raise ConfigError(
                     f"callbacks: {callback!r} is not a safetrain.Callback; subclass it and override the hooks you need"
                 )
-        for hook in HOOKS:
-            setattr(self, hook, self._fan_out(hook))
+        self._sampled = {hook: self._fan_out(hook, sampled=True) for hook in HOOKS}
+        self._unsampled = {hook: self._fan_out(hook, sampled=False) for hook in STEP_HOOKS}
+        vars(self).update(self._sampled)
+        self._is_sampled = True
+
+    def choose(self, state: RunState) -> None:
+        """The hooks of this step: all, or those that hear of every step."""
+        if state.is_sampled is not self._is_sampled:
+            self._is_sampled = state.is_sampled
+            vars(self).update(self._sampled if state.is_sampled else self._unsampled)
 
     def with_callbacks(self, callbacks: Iterable[Callback]) -> Listeners:
         """Other listeners, watched as these are."""
         return Listeners(callbacks, watch=self._watch)
 
-    def _fan_out(self, hook: str) -> Hook:
-        listening = [c for c in self.callbacks if overrides(c, hook)]
+    def _fan_out(self, hook: str, *, sampled: bool) -> Hook:
+        listening = [c for c in self.callbacks if overrides(c, hook) and (sampled or hook not in c.sampled_hooks)]
         bound: list[Hook] = [getattr(c, hook) for c in listening]
         if self._watch is not None:
             bound = [self._watch(hook, c, call) for c, call in zip(listening, bound, strict=True)]
-        in_all_steps = [call for c, call in zip(listening, bound, strict=True) if hook not in c.sampled_hooks]
-        if len(in_all_steps) < len(bound):
-            return functools.partial(_call_sampled, _one_call(hook, bound), _one_call(hook, in_all_steps))
-        return _one_call(hook, bound)
+        if not bound:
+            return _nothing
+        if len(bound) == 1:
+            return bound[0]
+        return functools.partial(_call_all if hook in _REACH_ALL else _call_each, tuple(bound))
 
 
 def overrides(callback: Callback, hook: str) -> bool:
     """Whether it listens to `hook`."""
     return getattr(type(callback), hook) is not getattr(Callback, hook)
-
-
-def _one_call(hook: str, calls: list[Hook]) -> Hook:
-    if not calls:
-        return _nothing
-    if len(calls) == 1:
-        return calls[0]
-    return functools.partial(_call_all if hook in _REACH_ALL else _call_each, tuple(calls))
-
-
-def _call_sampled(in_sampled_steps: Hook, in_all_steps: Hook, state: RunState) -> None:
-    if state.is_sampled:
-        in_sampled_steps(state)
-    else:
-        in_all_steps(state)
 
 
 def _call_each(calls: tuple[Hook, ...], state: RunState) -> None:

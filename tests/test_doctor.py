@@ -237,6 +237,30 @@ def test_an_error_before_any_backward_is_explained(write, code: str, body: str) 
     assert f"{code} " in ran.err.split("Traceback (most recent call last)")[0]
 
 
+BY_HAND = """
+        del model, optimizer
+        w, b = torch.zeros(4, 1, requires_grad=True), torch.zeros(1, requires_grad=True)
+        for _ in range(12):
+            for _ in range(2):
+                x = torch.randn(8, 4)
+                (F.mse_loss(x @ w + b, x[:, :1]) / 2).backward()
+            with torch.no_grad():
+                for p in (w, b):
+                    p -= 0.1 * p.grad
+                    CLEAR
+"""
+
+
+@pytest.mark.parametrize(
+    ("clear", "codes"), [("pass", ["P209"]), ("p.grad = None", []), ("p.grad.zero_()", []), ("p.grad.mul_(0.9)", [])]
+)
+def test_steps_written_by_hand_must_clear_gradients(write, clear: str, codes: list[str]) -> None:
+    ran = fork(write(BY_HAND.replace("CLEAR", clear)))
+    assert ran.codes() == codes
+    assert "in 12 steps" in ran.err
+    assert not codes or sorted(ran.findings[0]["params"]) == ["b", "w"]
+
+
 def test_an_ordinary_error_keeps_its_traceback_and_the_report(write) -> None:
     ran = fork(write("train(8, leak=True)\nraise ValueError('mine')\n"))
     assert ran.code == 1
@@ -313,6 +337,34 @@ def test_a_deleted_model_is_not_kept_alive(write) -> None:
     )
     assert ran.out == "None None\n"
     assert ran.codes() == []
+
+
+def test_what_a_short_run_in_a_function_showed_outlives_its_model(write) -> None:
+    """All is gone when `main` has returned, and the verdict on a late start waits for the end of the run."""
+    script = write("""
+        del model, optimizer
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body, self.aux = nn.Linear(4, 1), nn.Linear(4, 2)
+            def forward(self, x): return self.body(x), self.aux(x)
+        def main(average):
+            net = Net()
+            opt = torch.optim.AdamW(net.parameters())
+            for _ in range(20):
+                out, _ = net(torch.randn(8, 4))
+                opt.zero_grad()
+                out.pow(2).mean().backward()
+                opt.step()
+                if average:
+                    with torch.no_grad(): net.aux.weight.mul_(0.9); net.aux.bias.mul_(0.9)
+        import sys
+        main("average" in sys.argv)
+    """)
+    ran = fork(script)
+    assert ran.codes() == ["P201"]
+    assert ran.findings[0]["params"] == ["aux.weight", "aux.bias"]
+    assert fork(script, ["average"]).codes() == []
 
 
 # ---------------------------------------------------------------------- options

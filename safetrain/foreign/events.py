@@ -47,7 +47,8 @@ class LoopEvent:
     - backward (recorded after it ran): `retain_graph`, `create_graph`, `scaled` (loss came from `scaler.scale`),
       `divided_by` (number or None), `batch_size` (of the module's last input, or None), `grad_mode_eval` (a root module
       with parameters in this graph was in eval mode at its last call), `loss_node` (name),
-      `weight` (a `rules.loop.LossWeight` of the loss, or None)
+      `weight` (a `rules.loop.LossWeight` of the loss, or None), `uncleared` (after a step by hand: names of what it
+      wrote to and left the gradient of)
     - clip: `function`, `params` (ids given), `num_grads` (how many had one), `scaled` (gradients still scaled),
       `in_window` (a further backward came before the step; filled when the window closes)
     - scale / unscale / scaler_update: `scaler` (id), `optimizer` (id), `scale` (float, when known without a sync)

@@ -30,6 +30,7 @@ from safetrain.foreign.facts import active_layers, batch_order, checkpoint_parts
 from safetrain.foreign.hand_steps import HandSteps
 from safetrain.foreign.losses import divisor_of, leaves_of
 from safetrain.foreign.module_call import ModuleCall, batch_size, first_tensor
+from safetrain.foreign.naming import find_tensor_names
 from safetrain.foreign.participants import Models, Participants
 from safetrain.source import user_line
 from safetrain.state import FIRST_STEPS, RunState
@@ -144,8 +145,7 @@ class Observer:
             return
         self._owner = threading.get_ident()
         self._max_steps = None
-        if self._stepped:
-            self._close()
+        self._arrive()
         self._end_eval()
         if self.started:
             self._emit("on_fit_end")
@@ -279,6 +279,9 @@ class Observer:
                 "grad_mode_eval": not self._last_training,
                 "loss_node": loss.grad_fn.name() if loss.grad_fn is not None else None,
             }
+            uncleared = self._by_hand.take_uncleared()
+            if uncleared is not None:
+                self._pending_backward["uncleared"] = self._names_of(uncleared)
             if self._scaled_losses:
                 self._scaled_losses -= 1
                 self._grads_scaled = True
@@ -644,6 +647,14 @@ class Observer:
         if models:
             return [p for module in models.values() for p in module.parameters()]
         return [leaf for ref in self._leaves if (leaf := ref()) is not None]
+
+    def _names_of(self, tensors: list[Tensor]) -> tuple[str, ...]:
+        """The user's names of what is trained by hand."""
+        models = self.who.models()
+        named = {id(p): name for module in models.values() for name, p in module.named_parameters()}
+        if not named:
+            named = {id(p): name for name, p in find_tensor_names(sys._getframe(2), tensors).items()}
+        return tuple([named.get(id(p), "a tensor") for p in tensors])
 
     def _find_out(self, frame: FrameType | None = None) -> None:
         """Look for models and names, at the start and when somebody new has shown up. Default: from the caller out."""

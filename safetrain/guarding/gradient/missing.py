@@ -41,6 +41,8 @@ class MissingGradientGuard(Callback):
         self._patience, self._soft, self._min = patience, soft_patience, min_steps
         self._pending: dict[str, tuple[weakref.ref[Tensor], int, int]] = {}  # name -> (parameter, since, version then)
         self._verdicts: dict[str, WhyNoGradient] = {}
+        self._moved: set[str] = set()
+        """Pending ones that were written to by hand. A script's model is gone when its run ends: note it before."""
         self._version = -1
         self._joined: set[int] = set()
         self._look_at = 3
@@ -74,6 +76,7 @@ class MissingGradientGuard(Callback):
             self._take(look, state)
         if not self._pending:
             return
+        self._moved |= {n for n, (ref, _, v) in self._pending.items() if (t := ref()) is not None and t._version != v}
         state.request_samples(1)  # a gradient that comes in between must be seen
         step = state.step
         if step >= self._look_at:
@@ -147,9 +150,8 @@ class MissingGradientGuard(Callback):
         since = {n: self._pending[n][1] for n in names}
         verdicts: dict[str, WhyNoGradient | None] = {}
         for name in names:
-            ref, _, version = self._pending.pop(name)
-            tensor = ref()
-            if tensor is not None and tensor.grad is None and tensor._version == version:
+            tensor = self._pending.pop(name)[0]()
+            if name not in self._moved and (tensor is None or tensor.grad is None):
                 verdicts[name] = self._verdicts.get(name)  # changed by hand: a moving average or a copy, not forgotten
         for finding in rules.explain_missing(verdicts, state.model):
             finding.first_step = min(since[n] for n in finding.params)

@@ -96,7 +96,7 @@ class NumbersGuard(Callback):
                 for held, tensor, _ in entries[self._turn % every :: every]:
                     rate = rates.get(id(tensor), 1.0)
                     self._before.append(
-                        (held, tensor.reshape(-1)[:256].clone(), rate if isinstance(rate, float) else 1.0)
+                        (held, tensor.reshape(-1)[:256].clone(), rate if isinstance(rate, (int, float)) else 1.0)
                     )
 
     def on_step_end(self, state: RunState) -> None:

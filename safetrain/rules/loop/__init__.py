@@ -65,6 +65,7 @@ from safetrain.rules.loop.weights import (
 from safetrain.rules.loop.windows import (
     ClearedTooEarly,
     EvalBackward,
+    UnclearedByHand,
     Windows,
     uneven_finding,
 )
@@ -93,6 +94,7 @@ __all__ = [
     "ResumeGaps",
     "SameOrder",
     "TrainModeInEval",
+    "UnclearedByHand",
     "Windows",
     "aliased_finding",
     "find_aliased_snapshots",
@@ -124,4 +126,13 @@ def find_loop_faults(events: Iterable[LoopEvent]) -> list[Finding]:
 
 def loop_judges() -> list[Any]:
     """Fresh judges of a foreign loop: feed each event in order to `see(event)`, which yields findings."""
-    return [ModeLeft(), Windows(), EvalBackward(), ClearedTooEarly(), SameOrder(), ResumeGaps(), TrainModeInEval()]
+    return [
+        ModeLeft(),
+        Windows(),
+        EvalBackward(),
+        UnclearedByHand(),
+        ClearedTooEarly(),
+        SameOrder(),
+        ResumeGaps(),
+        TrainModeInEval(),
+    ]

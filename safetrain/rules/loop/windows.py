@@ -9,7 +9,7 @@ from typing import Any
 
 from safetrain.findings import Finding
 from safetrain.foreign.events import LoopEvent
-from safetrain.rules.gradient.catalogue import DROPPED_GRAD, STALE_GRAD
+from safetrain.rules.gradient.catalogue import DROPPED_GRAD, STALE_GRAD, listed
 from safetrain.rules.loop.catalogue import (
     ACCUMULATION_SCALE,
     SHORT_WINDOW,
@@ -257,6 +257,29 @@ class EvalBackward:
                     cause=f"{len(stale)} backwards in eval mode without a zero_grad before the next step",
                     fix="run the evaluation under torch.no_grad() and without backward",
                 )
+
+
+class UnclearedByHand:
+    """P209 for steps that are written by hand: the next backward finds the gradients of the last step in place."""
+
+    def __init__(self) -> None:
+        self._hits = 0
+
+    def see(self, event: LoopEvent) -> Iterator[Finding]:
+        """Take the next event."""
+        names = event.data.get("uncleared")
+        if names is None:
+            return
+        self._hits = self._hits + 1 if names else 0
+        if self._hits == 2:
+            yield STALE_GRAD.finding(
+                f"{listed(names)} {'are' if len(names) > 1 else 'is'} updated by hand with gradients that nothing "
+                "cleared: this backward adds to those of the step before, so each step repeats all steps before it.",
+                source=text_of(event.source),
+                params=list(names),
+                cause="no gradient is set to None or zeroed between two steps",
+                fix="after the update: `p.grad = None` (or `p.grad.zero_()`) for each parameter, or model.zero_grad()",
+            )
 
 
 class ClearedTooEarly:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
 
 import pytest
 import torch
 import torch.nn.functional as F
+from pydantic import ValidationError
 from torch import nn
 
 from safetrain import Trainer, activation_checkpoint
 from safetrain.activation_checkpoint import CheckpointOptions
 from safetrain.activation_checkpoint.offload import Offload
+from safetrain.config import ActivationCheckpointConfig, Config, LoopConfig
 from safetrain.errors import ConfigError
 from safetrain.memory import HeapMeter
 from safetrain.recording.regions import Clock, RegionWatch
@@ -353,3 +356,19 @@ def test_python_randomness_that_changes_the_recomputation_is_an_error_not_anothe
     with pytest.raises(RuntimeError, match=r"torch\.utils\.checkpoint"):
         for _ in range(20):
             model(torch.randn(4, 8, requires_grad=True)).sum().backward()
+
+
+def test_the_config_has_the_same_settings_with_the_same_defaults_and_refusals() -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(CheckpointOptions)}
+    assert {name: field.default for name, field in ActivationCheckpointConfig.model_fields.items()} == defaults
+    assert Config(trainer="a:B", loop=LoopConfig(max_steps=1), activation_checkpoint=True).activation_checkpoint
+    for wrong, message in (
+        ({"mode": "auto"}, "mode: auto needs a budget"),
+        ({"budget": "24GB"}, "budget would be ignored with mode: recompute"),
+        ({"mode": "auto", "budget": "lots"}, "'lots' is no size"),
+        ({"mode": "auto", "budget": "1GB", "every": 3}, "every and budget both say"),
+    ):
+        with pytest.raises(ValidationError, match=message):
+            ActivationCheckpointConfig(**wrong)
+    with pytest.raises(ValidationError, match=r"compile and activation_checkpoint\.mode: offload exclude each other"):
+        Config(trainer="a:B", loop=LoopConfig(max_steps=1), compile=True, activation_checkpoint={"mode": "offload"})

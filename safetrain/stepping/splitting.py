@@ -33,7 +33,7 @@ class Splitter:
     """Runs windows, and halves the micro-batch size when one does not fit.
 
     Wraps forward and backward only. An optimizer's step is never repeated: it may have updated some parameters before
-    it failed.
+    it failed. The loss scale moves there too, so a window leaves nothing of it to put back.
     """
 
     def __init__(self, model: nn.Module) -> None:

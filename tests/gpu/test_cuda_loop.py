@@ -62,8 +62,9 @@ class RefusesSyncs(Callback):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("trainer_type", [Classifier, Tokens])
 @pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("oom", ["raise", "split"])
 def test_a_step_never_waits_for_the_device(
-    cuda: torch.device, precision: Any, trainer_type: type[Trainer], accumulate: int
+    cuda: torch.device, precision: Any, trainer_type: type[Trainer], accumulate: int, oom: Any
 ) -> None:
     """Default guards on, fused optimizer, pinned loader; the schedule and the clip included."""
     model = make_model().to(cuda)
@@ -77,6 +78,7 @@ def test_a_step_never_waits_for_the_device(
         accumulate=accumulate,
         clip_norm=1.0,
         max_epochs=1,
+        oom=oom,
         log_every=1000,
         callbacks=[RefusesSyncs()],
     )

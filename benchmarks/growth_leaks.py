@@ -27,6 +27,8 @@ class Host(Trainer):
     """Regression on random rows; `keep` sees the hidden layer of each step, without its graph."""
 
     holder: ClassVar[str] = ""
+    steps: ClassVar[int] = 200
+    """Within how many it must be told."""
     callbacks_of: ClassVar[tuple[type[Callback], ...]] = ()
 
     def training_step(self, batch: Tensor) -> Tensor:
@@ -62,6 +64,7 @@ class Tensors(Host):
 
 class Floats(Host):
     holder = "activations"
+    steps = 400  # a sweep of Python's collector, early in the run, may hide small objects for a while
     activations: ClassVar[list[float]] = []
 
     def keep(self, hidden: Tensor) -> None:
@@ -137,6 +140,7 @@ class Records(logging.Handler):
 
 class LoggingHandler(Host):
     holder = "records"
+    steps = 400  # as Floats
     source: ClassVar[type] = Records
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -32,7 +32,7 @@ def load(name: str) -> ModuleType:
 growth = load("growth")
 LEAKS: dict[str, Any] = load("growth_leaks").LEAKS
 INNOCENTS: dict[str, Any] = load("growth_innocents").INNOCENTS
-QUICK_LEAKS = ("Floats", "CtypesBuffers", "OneLongText", "Exceptions")
+QUICK_LEAKS = ("Bytes", "CtypesBuffers", "OneLongText", "Exceptions")
 QUICK_INNOCENTS = ("ReplayToCap", "Vocabulary")
 
 
@@ -41,7 +41,7 @@ def each(names: Any) -> Any:
 
 
 def check_leak(name: str) -> None:
-    verdict, finding = growth.judge_leak(LEAKS[name], growth.run(name, growth.LEAK_STEPS))
+    verdict, finding = growth.judge_leak(LEAKS[name], growth.run(name, LEAKS[name].steps))
     assert verdict == "caught", finding
     assert finding["growth_bytes_per_step"] > 900
     assert finding["severity"] == ("note" if name in ("Floats", "LoggingHandler", "ArrayOfNumbers") else "warning")

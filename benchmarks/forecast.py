@@ -185,8 +185,8 @@ def pixels() -> tuple[Tensor, ...]:
     return torch.randn(8, 3, 96, 96), torch.randint(10, (8, 9216))
 
 
-def rows() -> tuple[Tensor, ...]:
-    return torch.randn(2048, 512), torch.randint(10, (2048,))
+def rows(count: int) -> Callable[[], tuple[Tensor, ...]]:
+    return lambda: (torch.randn(count, 512), torch.randint(10, (count,)))
 
 
 def text(*shape: int, words: int, parts: int = 2) -> Callable[[], tuple[Tensor, ...]]:
@@ -239,7 +239,7 @@ PICTURES = images(32, 64)
 FOREACH: dict[str, Any] = {"options": {"foreach": True}}
 CLIPPED = {"clip_norm": 1.0}
 CASES = {
-    "mlp": Case("MLP, fused AdamW", mlp, rows),
+    "mlp": Case("MLP, fused AdamW", mlp, rows(2048)),
     "cnn": Case("CNN with BatchNorm, SGD", cnn, PICTURES, **SGD),
     "resnet": Case("residual net, foreach AdamW", resnet, images(32, 96), **FOREACH),
     "gru": Case("GRU, AdamW one by one", gru, text(32, 64, words=4096), options={"foreach": False}),
@@ -250,7 +250,7 @@ CASES = {
     "encoder-decoder": Case("encoder–decoder, fused AdamW", seq2seq, text(8, 192, words=4096, parts=3)),
     "unet": Case("U-Net, SGD", unet, pixels, **SGD),
     "moe": Case("mixture of experts, fused AdamW", moe, text(8, 192, words=2048)),
-    "mlp-fp16": Case("MLP, fp16, foreach AdamW", mlp, rows, **FOREACH, settings={"precision": "fp16", **CLIPPED}),
+    "mlp-fp16": Case("MLP, fp16, foreach AdamW", mlp, rows(192), **FOREACH, settings={"precision": "fp16", **CLIPPED}),
 }
 
 

@@ -28,8 +28,8 @@ _REMEDIES = 3
 def refuse_if_too_big(trainer: Trainer, window: Sequence[Any], budget: int | str | Literal["auto"]) -> None:
     """Forecast a step over `window`, and raise if it is clearly above `budget` (bytes, or what the device has left).
 
-    A step that cannot be forecast is warned about and may run. Takes seconds; allocates nothing, but for 20 to 50 MB to
-    time the device when it refuses.
+    A step that cannot be forecast is warned about and may run; so is a compiled one, which may need less. Takes
+    seconds; allocates nothing, but for 20 to 50 MB to time the device when it refuses.
 
     Raises:
         BudgetError: it cannot fit; the message has the owners and the three cheapest remedies.
@@ -37,6 +37,9 @@ def refuse_if_too_big(trainer: Trainer, window: Sequence[Any], budget: int | str
     limit = available_bytes(trainer) if budget == "auto" else parse_bytes(budget, "memory_budget")
     if limit is None:
         warnings.warn("memory_budget='auto': this system does not tell how much memory is left", stacklevel=2)
+        return
+    if trainer.compile_options is not None:
+        warnings.warn("memory_budget: a compiled model cannot be forecast, so it may run", stacklevel=2)
         return
     try:
         planner = Planner(trainer, window, make_mode())

@@ -17,7 +17,7 @@ from safetrain.errors import ConfigError
 from safetrain.loop import Trainer, autocast_for
 
 Kind = Literal["optimizer", "micro-batch", "activations", "precision"]
-_HALVINGS = 4
+_HALVINGS = 3
 
 
 @dataclass(frozen=True, slots=True)

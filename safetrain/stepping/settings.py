@@ -37,6 +37,11 @@ def check_settings(t: Trainer) -> None:
             raise ConfigError(f"{name}={getattr(t, name)!r}; it is {' or '.join(map(repr, allowed))}")
     if t.memory_budget not in (None, "auto"):
         parse_bytes(t.memory_budget, "memory_budget")
+    if t.memory_budget is not None and t.oom == "split":
+        raise ConfigError(
+            "memory_budget and oom='split' exclude each other: one refuses a step that does not fit, the other makes "
+            "it fit; remove one"
+        )
     counts = ("accumulate", "micro_batch_size", "log_every", "max_steps", "max_epochs", "eval_every", "limit_batches",
               "limit_eval_batches", "overfit_batches", "seed")  # fmt: skip
     for name in counts:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from safetrain import memory
-from safetrain.memory import AcceleratorMeter, CudaMeter, HeapMeter, PhaseMemory, RssMeter, meter_for
+from safetrain.memory import AcceleratorMeter, CudaMeter, HeapMeter, PhaseMemory, PythonMeter, RssMeter, meter_for
 
 MB = 1_000_000
 needs_glibc = pytest.mark.skipif(not memory.heap_is_readable(), reason="the C heap cannot be read here")
@@ -155,6 +155,14 @@ def test_cuda_meter_agrees_with_torch():
     assert meter.reserved() == torch.cuda.memory_reserved()
     del block
     assert meter.peak() == torch.cuda.max_memory_allocated() >= 40 * MB
+
+
+def test_python_meter_counts_small_objects_that_the_c_heap_does_not_show():
+    meter = PythonMeter()
+    before = meter.read()
+    kept = [index + 0.5 for index in range(100_000)]
+    assert meter.read() - before == pytest.approx(len(kept) * meter.OBJECT_BYTES, rel=0.05)
+    assert meter.peak() is None and meter.reserved() is None
 
 
 class Scripted:

@@ -264,9 +264,8 @@ class Session:
                 self.watch.finish()
             except Exception:
                 self._trouble.append(traceback.format_exc())
-        with contextlib.suppress(
-            OSError, ValueError, RuntimeError
-        ):  # closed, or a signal came in the middle of a write
+        # Closed by the script, or a signal came in the middle of a write.
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
             sys.stdout.flush()
         with contextlib.suppress(OSError, ValueError):  # the script has closed stderr
             self._print()

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from safetrain.graph.holders import Holder
 from safetrain.graph.storing import adds_to, is_fresh, names
@@ -30,7 +31,8 @@ def bound_of(holder: Holder, files: Iterable[str], scope: Mapping[str, Any]) -> 
     - a statement that empties, shortens or rebinds the holder under a test of its length or of a step count:
       `if len(window) > 8: …`, `if step % 10 == 0: …`;
     - places that are written over: `ring[i % 8] = x`, or item assignments as the only stores into a list or array;
-    - a fresh start in each turn of a loop (or call of a function) around another loop of known length.
+    - a fresh start in each turn of a loop (or call of a function) around another loop of known length; not of a running
+      sum, which is a number to be printed and needs no graph of any length.
 
     Numbers and lengths are looked up in `scope` (visible names); what cannot be found counts as not bounded.
     """
@@ -39,7 +41,8 @@ def bound_of(holder: Holder, files: Iterable[str], scope: Mapping[str, Any]) -> 
         if bound is not None:
             return bound
     parts = [part for filename in files for part in _parts(filename, holder)]
-    bounds = [bound for part in parts for bound in _bounds_in(part, holder.name, scope)]
+    is_sum = isinstance(holder.path[-1], Tensor)
+    bounds = [bound for part in parts for bound in _bounds_in(part, holder.name, scope, is_sum)]
     if holder.is_named_itself:
         bounds += _places(holder.path[-1], parts, holder.name)
     return min(bounds, default=None)
@@ -78,7 +81,7 @@ def _parts(filename: str, holder: Holder) -> Iterable[ast.AST]:
         yield from (node for node in ast.walk(tree) if isinstance(node, ast.stmt) and node.lineno in lines)
 
 
-def _bounds_in(tree: ast.AST, name: str, scope: Mapping[str, Any]) -> Iterable[int]:
+def _bounds_in(tree: ast.AST, name: str, scope: Mapping[str, Any], is_sum: bool) -> Iterable[int]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.If, ast.While)) and any(
             _drops(inner, name) for part in node.body for inner in ast.walk(part)
@@ -91,7 +94,7 @@ def _bounds_in(tree: ast.AST, name: str, scope: Mapping[str, Any]) -> Iterable[i
                         yield from _modulus(target.slice, scope)
                 elif names(target, name):
                     yield from _tail_length(node.value, name, scope)
-                    yield from _turn_length(node, name, scope)
+                    yield from () if is_sum else _turn_length(node, name, scope)
         elif isinstance(node, ast.Delete):
             for target in node.targets:
                 yield from _tail_length(target, name, scope)

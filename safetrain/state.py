@@ -116,10 +116,13 @@ class RunState:
         return self.step + 1 if self.in_step or self.step == 0 else self.step
 
     def begin_step(self) -> None:
-        """For drivers, at the start of a step: whether it is sampled. Past `sampled_until`, five of every 64 are."""
+        """For drivers, at the start of a step: whether it is sampled.
+
+        Past `sampled_until` five of every 64 are, and after 512 steps five of every 256.
+        """
         self.in_step = True
         step = self.step + 1
-        self.is_sampled = step <= self.sampled_until or step % 64 <= 4
+        self.is_sampled = step <= self.sampled_until or step % (64 if step <= 516 else 256) <= 4
 
     def request_samples(self, num_steps: int) -> None:
         """Have the next so many steps sampled."""

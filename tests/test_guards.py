@@ -65,16 +65,16 @@ def test_sampled_hooks_hear_of_the_first_steps_of_a_run_and_of_five_in_64_later(
         sampled_hooks = frozenset()
 
     rare, often = Rare(), Often()
-    state = RunState(model=nn.Linear(1, 1), optimizers={}, step=1000)
+    state = RunState(model=nn.Linear(1, 1), optimizers={}, step=400)
     listeners = Listeners([rare, often])
     state.request_samples(10)
-    for _ in range(130):
+    for _ in range(250):
         state.begin_step()
         listeners.choose(state)
         listeners.on_step_start(state)
         state.step += 1
-    assert often.steps == list(range(1001, 1131))
-    assert rare.steps == [*range(1001, 1011), *range(1024, 1029), *range(1088, 1093)]
+    assert often.steps == list(range(401, 651))
+    assert rare.steps == [*range(401, 411), *range(448, 453), *range(512, 517)]
 
 
 @pytest.mark.parametrize("kept", ["loss", "output", "part of the output"])

@@ -19,9 +19,9 @@ _RESIDENT_RATE = 8_000.0
 """The least growth that counts, in bytes a step, where only resident memory can be read."""
 _PYTHON_STRIDE = 4
 """Steps between two counts of Python's objects at first: a count takes longer than reading the heap."""
-_BUDGET_NS = 1_000
+_BUDGET_NS = 500
 _FIRST_BUDGET_NS = 300_000
-_BUDGET_SHARE = 0.002
+_BUDGET_SHARE = 0.001
 """What readings may cost a step: nanoseconds (more in the first ones), or a share of its time if that is more."""
 _FIRST_READINGS, _FIRST_TOTAL_NS = 96, 10_000_000
 """The first ones: so many, or what they took together, if that is reached before."""

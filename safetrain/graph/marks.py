@@ -173,17 +173,19 @@ class Census:
 
     def visit_step(self, see: Callable[[Tensor], object]) -> None:
         """`visit`, at the end of each step, unless the step left nothing behind."""
-        before, count = self._count, gc.get_count()
+        before, self._count = self._count, gc.get_count()
+        count = self._count
         growth = count[0] - before[0]
-        is_same_interval = count[1:] == before[1:]  # no collection in between, after which the counter starts again
-        if is_same_interval and self._usual is not None and growth <= self._usual and self._skipped < _MOST_SKIPPED:
+        # A collection in between starts the counter again.
+        is_comparable = count[1] == before[1] and count[2] == before[2]
+        if is_comparable and self._usual is not None and growth <= self._usual and self._skipped < _MOST_SKIPPED:
             self._skipped += 1
-        else:
-            self._skipped = 0
-            is_clean = self.visit(see) == 0
-            if is_clean and is_same_interval:
-                self._usual = growth if growth == self._growth else self._usual
-                self._growth = growth
+            return
+        self._skipped = 0
+        is_clean = self.visit(see) == 0
+        if is_clean and is_comparable:
+            self._usual = growth if growth == self._growth else self._usual
+            self._growth = growth
         self._count = gc.get_count()
 
     def visit(self, see: Callable[[Tensor], object]) -> int:

@@ -519,7 +519,7 @@ def retaining_line() -> SourceLine | None:
 
 
 class FunctionGuard(Guard):
-    """G111 and G112: hand-written autograd Functions, each class once: in the first steps, then at ever longer intervals."""
+    """G111 and G112: hand-written autograd Functions, each class once, in the first steps and then ever more rarely."""
 
     sampled_hooks = STEP_HOOKS
 

@@ -43,6 +43,8 @@ class MissingGradientGuard(Callback):
         self._verdicts: dict[str, WhyNoGradient] = {}
         self._moved: set[str] = set()
         """Pending ones that were written to by hand. A script's model is gone when its run ends: note it before."""
+        self._owners: dict[str, str | None] = {}
+        self._stepped: set[str] = set()
         self._version = -1
         self._joined: set[int] = set()
         self._look_at = 3
@@ -61,6 +63,7 @@ class MissingGradientGuard(Callback):
     def on_backward_end(self, state: RunState) -> None:
         if self._watch.version != self._version:
             self._join(state)
+        self._stepped.update(state.stepping or state.optimizers)
         if self._pending:
             for name, (ref, _, _) in list(self._pending.items()):
                 tensor = ref()
@@ -112,6 +115,7 @@ class MissingGradientGuard(Callback):
                 continue
             self._joined.add(id(tensor))
             self._pending[held.name] = (held.ref, step, tensor._version)
+            self._owners[held.name] = self._watch.coverage.owner.get(id(tensor))
         if self._pending:
             self._look_at = min(max(self._look_at, step), step + 1) if step > 1 else 2
 
@@ -151,7 +155,8 @@ class MissingGradientGuard(Callback):
         verdicts: dict[str, WhyNoGradient | None] = {}
         for name in names:
             tensor = self._pending.pop(name)[0]()
-            if name not in self._moved and (tensor is None or tensor.grad is None):
+            lacks = tensor.grad is None if tensor is not None else self._owners[name] in self._stepped
+            if lacks and name not in self._moved:
                 verdicts[name] = self._verdicts.get(name)  # changed by hand: a moving average or a copy, not forgotten
         for finding in rules.explain_missing(verdicts, state.model):
             finding.first_step = min(since[n] for n in finding.params)

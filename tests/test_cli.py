@@ -94,7 +94,8 @@ def test_what_is_missing_or_unknown_is_named(capsys: pytest.CaptureFixture[str])
 def test_verbs_are_frozen() -> None:
     """Scripts of others call these."""
     assert [verb.name for verb in VERBS] == [
-        "run", "resume", "validate", "config", "schema", "verify-resume", "memory", "plan", "bisect", "doctor", "rules", "explain",
+        "run", "resume", "validate", "config", "schema", "verify-resume",
+        "memory", "plan", "bisect", "doctor", "rules", "explain",
     ]  # fmt: skip
 
 

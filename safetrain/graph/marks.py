@@ -89,7 +89,7 @@ class Marks:
         return mark
 
     def next(self, mark: Mark, step: int) -> Mark:
-        """The mark for `step` after `mark`: the same one again when no graph holds it, so that a clean step costs little.
+        """The mark for `step` after `mark`: the same one again when no graph holds it, so a clean step costs little.
 
         The caller's one reference to `mark` is the only one allowed.
         """

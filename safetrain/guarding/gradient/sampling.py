@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def is_sample(step: int) -> bool:
-    """Steps (counted from 1) at which sparse readings are taken: 2, 3, 4, 8, 16, 32, each 64th, after 512 each 256th."""
+    """Steps (counted from 1) of sparse readings: 2, 3, 4, 8, 16, 32, then each 64th, after 512 each 256th."""
     return step in (2, 3, 4, 8, 16, 32) or step % (64 if step <= 512 else 256) == 0
 
 

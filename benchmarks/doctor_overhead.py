@@ -4,8 +4,8 @@
 
 This file is the script, too: `doctor_overhead.py --train tiny` is a loop by hand over a `DataLoader`. Ratios are
 medians over rounds of one process under `python -m safetrain doctor` to one without. The first step is recorded
-operation by operation; the guards look closer at the steps up to the 64th than at later ones, so each has its own column. Weights at
-the end must be equal bit for bit, or the run is refused.
+operation by operation; the guards look closer at the steps up to the 64th than at later ones, so each has its own
+column. Weights at the end must be equal bit for bit, or the run is refused.
 """
 
 from __future__ import annotations

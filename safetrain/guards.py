@@ -2,7 +2,8 @@
 
 A guard is a thin callback. It notes next to nothing in each step, calls a judge of `safetrain.rules` when something is
 off, and hands the findings to the `Report`. Guards hold no tensor and nothing that prolongs one's life. Most hear of
-sampled steps only (`Callback.sampled_hooks`): the first 64, five of every 64 later (of 256 after 512), and those they ask for.
+sampled steps only (`Callback.sampled_hooks`): the first 64, five of every 64 later (of 256 after 512), and those they
+ask for.
 
 | guard | listens to | rules |
 |---|---|---|

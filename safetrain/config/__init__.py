@@ -53,8 +53,8 @@ class LoopConfig(Section):
     micro_batch_size: int | None = Field(None, ge=1)
     """Cut batches into micro-batches of at most so many samples; the gradients stay the same."""
     oom: Literal["raise", "split"] = "raise"
-    """What a forward or backward that runs out of memory does: end the run, or repeat the step with half the micro-batch
-    size, and go on with that."""
+    """What a forward or backward that runs out of memory does: end the run, or repeat the step, and go on, with half
+    the micro-batch size."""
     memory_budget: int | str | None = None
     """Refuse to start when a step is forecast to need clearly more than this, e.g. 24GB, with the cheapest remedies.
     auto: than the device has free. The forecast takes seconds, once; null: no forecast."""

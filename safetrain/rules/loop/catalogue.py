@@ -18,7 +18,6 @@ CHECKPOINT_INPUT = rule(
     "L506", "checkpoint-no-grad-input", "warning", "a reentrant checkpoint whose inputs need no gradient"
 )
 CHECKPOINT_GRANULARITY = rule("L507", "checkpoint-granularity", "warning", "recomputation costs more than it saves")
-CHECKPOINT_GRANULARITY = rule("L507", "checkpoint-granularity", "warning", "recomputation costs more than it saves")
 RECOMPILES = rule("L508", "recompiles", "warning", "torch.compile keeps recompiling or falls back")
 SAME_ORDER = rule("L509", "same-order", "warning", "every epoch replays one order")
 RESUME_INCOMPLETE = rule("L510", "resume-incomplete", "warning", "a resumed run misses part of its state")

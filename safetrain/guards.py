@@ -41,7 +41,7 @@ from safetrain.guarding.retention import retention_guards
 def default_guards(report: Report, *, gated: bool = False) -> list[Callback]:
     """The guards of a run, in the order in which they hear of each event. They report to `report`.
 
-    `gated`: the driver keeps Inf and NaN gradients from the weights itself (see `RunState.gated`).
+    `gated`: the driver keeps Inf and NaN gradients from the weights itself, without a scaler (see `RunState.gated`).
     """
     return [
         GranularityGuard(report),  # first: it takes times
@@ -50,6 +50,6 @@ def default_guards(report: Report, *, gated: bool = False) -> list[Callback]:
         *retention_guards(report),
         HookGuard(report),
         *gradient_guards(report),
-        *loop_guards(report),
+        *loop_guards(report, scaled=not gated),
         *memory_guards(report),  # last: what the others have told explains growth
     ]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _EVERY, _EVERY_LATER, _LATER = 64, 256, 512
 _AT = (1, 2, 3, 4)
-"""Steps of every 64 (later 256) after which hooks are counted: four in a row, so the first rise is told by step four."""
+"""Steps of every 64 (later 256) after which hooks are counted: four in a row, so a first rise is told by step four."""
 
 _REGISTER: dict[tuple[type, str], str] = {
     (nn.Module, "register_forward_hook"): "_forward_hooks",

@@ -453,14 +453,17 @@ def _is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
-def loop_guards(report: Report, *, holders: Holders | None = None) -> list[Callback]:
-    """The guards of this file. `holders` gives the (name, object) pairs in which kept snapshots are looked for."""
+def loop_guards(report: Report, *, holders: Holders | None = None, scaled: bool = True) -> list[Callback]:
+    """The guards of this file. `holders` gives the (name, object) pairs in which kept snapshots are looked for.
+
+    `scaled`: the loss may be scaled.
+    """
     guards: list[Callback] = [
         LossWeightGuard(report),
         BatchNormGuard(report),
         ModeGuard(report),
         CompileGuard(report),
-        ScalerGuard(report),
+        *([ScalerGuard(report)] if scaled else []),
     ]
     if holders is not None:
         guards.append(SnapshotGuard(report, holders))

@@ -67,11 +67,14 @@ def is_sampled(step: int) -> bool:
 class RetentionGuard(Guard):
     """G101 to G103, G106, G107 and G110: graphs that outlive their step.
 
-    Each step: one mark on the loss, and on every tensor made in the step that still carries a graph at its end (a
-    census of the collector's young objects). A mark lives as long as its graph, so the number of earlier steps whose
-    mark is alive is the number of graphs that somebody keeps. When it rises twice, the holder is looked for and the
-    next step is traced; when it rises a third time, that is reported.
+    Each step: one mark on every tensor made in the step that still carries a graph at its end (a census of the
+    collector's young objects); in sampled steps on the loss too, for what keeps a graph without a tensor. A mark lives
+    as long as its graph, so the number of earlier steps whose mark is alive is the number of graphs that somebody
+    keeps. When it rises twice, the holder is looked for and the next step is traced; when it rises a third time, that
+    is reported.
     """
+
+    sampled_hooks = frozenset({"on_backward_start"})
 
     def __init__(self, report: Report, given: Mapping[str, Any] | None = None) -> None:
         super().__init__(report)
@@ -117,8 +120,10 @@ class RetentionGuard(Guard):
         self._mark = self._marks.next(self._mark, state.step + 1)
         earlier = self._marks.alive_before(state.step) if len(self._marks) > 1 else []
         if earlier or self._growth.count or self._traces:
+            state.request_samples(_WATCHED)
             self._judge(earlier, state)
         if self._evaluation.marks:
+            state.request_samples(_WATCHED)  # losses tell whether it was one
             self._judge_evaluation(state)
 
     def on_eval_start(self, state: RunState) -> None:
@@ -365,6 +370,8 @@ class _Evaluation:
         return reaches(old) if old and not self.told else None
 
 
+_WATCHED = 2
+"""Steps to watch closely after one in which an earlier graph was alive."""
 _COLLECTED_BATCHES = 5
 """Outputs of so many batches alive at once: a loop's own names keep two."""
 

@@ -979,3 +979,30 @@ def an_optimizer_of_ones_own() -> None:
         F.cross_entropy(m(x), y).backward()
         opt.step()
         own.step()
+
+
+@prog
+def graph_net_with_a_sparse_buffer() -> None:
+    """The adjacency matrix is a sparse buffer, which has no storage; evaluated on the whole graph after each step."""
+    x, y = data(40)
+    links = (torch.rand(40, 40) < 0.1).float() + torch.eye(40)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("links", (links / links.sum(1, keepdim=True)).to_sparse())
+            self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 3)
+
+        def forward(self, x):
+            return torch.sparse.mm(self.links, self.second(torch.sparse.mm(self.links, self.first(x)).relu()))
+
+    net = Net()
+    opt = torch.optim.Adam(net.parameters(), 1e-2, weight_decay=5e-4)
+    for i in range(40):
+        net.train()
+        opt.zero_grad()
+        F.cross_entropy(net(x)[:20], y[:20]).backward()
+        opt.step()
+        net.eval()
+        with torch.no_grad():
+            (net(x)[20:].argmax(1) == y[20:]).float().mean().item()

@@ -276,6 +276,32 @@ def test_clearing_before_the_step_and_inside_a_window() -> None:
             assert only(report, "P213").op == "zero_grad"
 
 
+@pytest.mark.parametrize("fill", ["assigned", "written", "no"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_the_loop_puts_together_itself_are_not_dropped(fill: str, set_to_none: bool) -> None:
+    """Gradient surgery: gradients of several losses are taken apart, cleared, and a combination is stepped on."""
+    model = make("mlp")
+    optimizer = sgd(model)
+    params = list(model.parameters())
+    with watched() as report:
+        for _ in range(8):
+            x, y = batch(model, 8)
+            optimizer.zero_grad(set_to_none=set_to_none)
+            mean_loss(model, x, y).backward()
+            combined = [p.grad.clamp(-1, 1) for p in params]
+            optimizer.zero_grad(set_to_none=set_to_none)
+            for p, g in zip(params, combined, strict=True):
+                if fill == "assigned" or (fill == "written" and p.grad is None):
+                    p.grad = g
+                elif fill == "written":
+                    p.grad.copy_(g)
+            optimizer.step()
+    if fill == "no":
+        assert only(report, "P213").op == "zero_grad"
+    else:
+        assert loud(report) == []
+
+
 # ---------------------------------------------------------------------- L501, L512
 
 
@@ -475,10 +501,15 @@ class Distiller(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.how == "average":
+        if self.how.startswith("average"):
             with torch.no_grad():
                 for t, p in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
-                    t.lerp_(p, 0.1)
+                    if self.how == "average":
+                        t.lerp_(p, 0.1)
+                    elif self.how == "average .data":
+                        t.data.mul_(0.9).add_(0.1 * p.data)
+                    else:
+                        t.data = 0.9 * t.data + 0.1 * p.data
         with torch.no_grad():
             soft = self.teacher(x)
         return self.student(x) + 0.1 * soft
@@ -488,7 +519,10 @@ class Distiller(nn.Module):
         return torch.randn(n, 1, 4, 4)
 
 
-@pytest.mark.parametrize(("teacher", "wrong"), [("train", True), ("eval", False), ("average", False)])
+@pytest.mark.parametrize(
+    ("teacher", "wrong"),
+    [("train", True), ("eval", False), ("average", False), ("average .data", False), ("average anew", False)],
+)
 def test_a_frozen_teacher_in_train_mode(teacher: str, wrong: bool) -> None:
     model = Distiller(teacher)
     with watched() as report:

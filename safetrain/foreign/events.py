@@ -54,7 +54,8 @@ class LoopEvent:
     - scale / unscale / scaler_update: `scaler` (id), `optimizer` (id), `scale` (float, when known without a sync)
     - scaler_step: `scaler`, `optimizer`, `taken`
     - optimizer_made: `optimizer`, `name` (class)
-    - optimizer_step: `optimizer`, `taken`, `params` (ids whose gradient was used)
+    - optimizer_step: `optimizer`, `taken`, `params` (ids whose gradient was used), `filled` (gradients were cleared
+      after the last backward, and yet some are not zero: the loop put them there itself)
     - scheduler_step: `scheduler` (class name), `optimizer`, `position` (`last_epoch` before the call). Never the call
       that a scheduler's own constructor makes
     - train_mode / eval_mode: `module` (class name), `module_id`, `root` (it is a model, not an inner module)

@@ -57,6 +57,11 @@ def batch_order(index: Any) -> int | None:
     return hash(tuple([i if type(i) is int else str(i) for i in index]))
 
 
+def any_nonzero(tensors: Iterable[Tensor]) -> bool:
+    """Whether any of them holds something other than zero. Host sync."""
+    return any(bool(t.detach().count_nonzero()) if t.layout is torch.strided else t._nnz() > 0 for t in tensors)
+
+
 def checkpoint_parts(obj: Any) -> set[str]:
     """What the top-level values of a checkpoint are: some of model, optimizer, scheduler, scaler, rng, epoch."""
     own = part_of(obj)

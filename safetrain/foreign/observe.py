@@ -26,7 +26,14 @@ from safetrain.callbacks.base import HOOKS, STEP_HOOKS, Callback, Hook, override
 from safetrain.findings import Finding, SourceLine
 from safetrain.foreign import patches
 from safetrain.foreign.events import EventKind, LoopEvent
-from safetrain.foreign.facts import active_layers, batch_order, checkpoint_parts, loader_facts, target_of
+from safetrain.foreign.facts import (
+    active_layers,
+    any_nonzero,
+    batch_order,
+    checkpoint_parts,
+    loader_facts,
+    target_of,
+)
 from safetrain.foreign.hand_steps import HandSteps
 from safetrain.foreign.losses import divisor_of, leaves_of
 from safetrain.foreign.module_call import ModuleCall, batch_size, first_tensor
@@ -41,6 +48,8 @@ _EVAL_AFTER_WITH_GRAPH = 3
 """The same for forwards in eval mode that build graphs: one or two may be a training that runs in eval mode."""
 _ORDER_BATCHES = 8
 _MAX_WINDOW_EVENTS = 1024
+_FILLINGS = 4
+"""Steps on gradients set by the loop itself, after which it is believed to go on so."""
 
 
 EventJudge = Callable[[LoopEvent], "Iterable[Finding] | None"]
@@ -120,6 +129,7 @@ class Observer:
         self._pending_backward: dict[str, Any] | None = None
         self._epochs: weakref.WeakKeyDictionary[Any, _Epoch] = weakref.WeakKeyDictionary()
         self._by_hand = HandSteps()
+        self._fillings = 0
         self._leaves: list[weakref.ref[Tensor]] = []
 
     # ------------------------------------------------------------------ life
@@ -311,6 +321,7 @@ class Observer:
             return
         self.state.micro_step += 1
         self._backwards += 1
+        self._cleared = False
         self._total_backwards += 1
         if self._pending_backward is not None:
             self._record("backward", **self._pending_backward)
@@ -356,10 +367,12 @@ class Observer:
             params = [p for group in owner.param_groups for p in group["params"]]
         else:
             params = list(owner.parameters())
+        cleared = tuple(id(p) for p in params if p.grad is not None)
+        self._cleared = self._cleared or bool(cleared)
         self._record(
             "zero_grad",
             optimizer=id(owner) if isinstance(owner, Optimizer) else None,
-            params=tuple(id(p) for p in params if p.grad is not None),
+            params=cleared,
             set_to_none=set_to_none,
         )
 
@@ -396,12 +409,20 @@ class Observer:
         """An optimizer has stepped."""
         if not self.watches():
             return
-        used = tuple(id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-        self._record("optimizer_step", optimizer=id(optimizer), taken=True, params=used)
+        grads = {id(p): p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        filled = self._cleared and self._filled_by_hand(grads.values())
+        self._record("optimizer_step", optimizer=id(optimizer), taken=True, params=tuple(grads), filled=filled)
         self._stepped.add(id(optimizer))
         self._taken.add(id(optimizer))
         self.who.stepped(optimizer, self.state.step + 1)
         self._grads_scaled = False
+
+    def _filled_by_hand(self, grads: Iterable[Tensor]) -> bool:
+        """Whether cleared gradients were set to something else since. Syncs, a few times a run."""
+        if self._fillings < _FILLINGS and any_nonzero(grads):
+            self._fillings += 1
+            return True
+        return self._fillings == _FILLINGS
 
     def scheduler_step(self, scheduler: Any) -> None:
         """A schedule is about to move."""
@@ -576,6 +597,7 @@ class Observer:
         self._scaled_losses = 0
         self._grads_scaled = False
         self._in_scaler_step = False
+        self._cleared = False  # since the last backward
 
     def _begin(self) -> None:
         """Open the window of a new step, unless one is open."""

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
@@ -18,6 +19,8 @@ from safetrain.rules.loop.catalogue import (
     line_of,
     text_of,
 )
+
+_FEW = 16
 
 
 def find_batchnorm_batch(
@@ -77,15 +80,37 @@ def recompute_finding(names: Sequence[str], kinds: Sequence[str], source: Source
 
 @dataclass(slots=True)
 class BufferMarks:
-    """Versions of BatchNorm statistics and of the parameters of frozen modules at one moment. No tensor is kept."""
+    """Versions of BatchNorm statistics, and the parameters of frozen modules around them, at one moment."""
 
     norms: dict[str, int] = field(default_factory=dict)
-    frozen: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    frozen: dict[str, _Stand] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Stand:
+    """Where parameters stand: versions, and the first values of a few, since a write through `.data` counts no version.
+
+    Copies of a few hundred numbers; no tensor of the model is kept.
+    """
+
+    versions: tuple[int, ...]
+    values: list[Tensor]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Stand:
+        params = [p.detach() for p in module.parameters()]
+        few = [p for p in params if p.layout is torch.strided and p.ndim][:_FEW]
+        return cls(tuple(p._version for p in params), [p[(0,) * (p.ndim - 1)][:_FEW].clone() for p in few])
+
+    def same_as(self, later: _Stand) -> bool:
+        """Whether nothing was written in between. Syncs when no version has changed."""
+        return self.versions == later.versions and all(map(torch.equal, self.values, later.values))
 
 
 def mark_buffers(norms: Sequence[tuple[str, nn.Module]], model: nn.Module) -> BufferMarks:
     """Where the statistics of BatchNorm layers in train mode stand, and the frozen modules around them. No sync."""
     marks = BufferMarks()
+    stands: dict[str, _Stand] = {}
     for name, norm in norms:
         tracked = norm.num_batches_tracked  # the statistics are written below autograd, which counts no version there
         if not norm.training or not isinstance(tracked, Tensor):
@@ -93,7 +118,9 @@ def mark_buffers(norms: Sequence[tuple[str, nn.Module]], model: nn.Module) -> Bu
         marks.norms[name] = tracked._version
         top = _frozen_around(model, name)
         if top is not None:
-            marks.frozen[name] = tuple(p._version for p in _module(model, top).parameters())
+            if top not in stands:
+                stands[top] = _Stand.of(_module(model, top))
+            marks.frozen[name] = stands[top]
     return marks
 
 
@@ -105,14 +132,17 @@ def find_frozen_but_moving(
     Target networks (their parameters are moved by hand) and modules that are thawed in between are not frozen.
     """
     by_top: dict[str, list[str]] = defaultdict(list)
+    still: dict[str, bool] = {}
     for name, norm in norms:
-        versions = before.frozen.get(name)
+        stand = before.frozen.get(name)
         top = _frozen_around(model, name)
-        if versions is None or top is None or not norm.training or not isinstance(norm.num_batches_tracked, Tensor):
+        if stand is None or top is None or not norm.training or not isinstance(norm.num_batches_tracked, Tensor):
             continue
         if norm.num_batches_tracked._version == before.norms.get(name):
             continue
-        if tuple(p._version for p in _module(model, top).parameters()) == versions:
+        if top not in still:
+            still[top] = stand.same_as(_Stand.of(_module(model, top)))
+        if still[top]:
             by_top[top].append(name)
     return [
         FROZEN_BUT_MOVING.finding(

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from safetrain.findings import Finding, SourceLine
@@ -146,7 +147,7 @@ def find_aliased_snapshots(model: nn.Module, holders: Iterable[tuple[str, Any]])
     live = {
         t.untyped_storage().data_ptr()
         for t in (*model.parameters(), *model.buffers())
-        if t.device.type != "meta" and t.numel()
+        if t.device.type != "meta" and t.layout is torch.strided and t.numel()
     }
     found: dict[str, int] = {}
     for path, holder in holders:

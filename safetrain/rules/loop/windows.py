@@ -303,7 +303,7 @@ class ClearedTooEarly:
         elif kind == "optimizer_step":
             backwards, cleared = self._backwards, self._cleared
             self._backwards, self._cleared = [], []
-            if cleared and not backwards:
+            if cleared and not backwards and not event.data.get("filled"):
                 yield from self._hit("step", event, cleared)
             elif cleared and self._in_window(cleared, backwards):
                 yield from self._hit("window", event, cleared)

@@ -39,7 +39,7 @@ from safetrain.graph.marks import KEY
 from safetrain.graph.walk import is_leaf_node
 from safetrain.rules import functions, graph
 from safetrain.source import user_frame, user_line, with_text
-from safetrain.source.syntax import statement_at
+from safetrain.source.syntax import mentions, statement_at
 from safetrain.state import RunState
 
 
@@ -515,12 +515,14 @@ class _Retained:
 def retaining_line() -> SourceLine | None:
     """The user's line that is calling backward now, if it asks to retain the graph."""
     frame = user_frame()
-    statement = statement_at(frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
+    if frame is None or not mentions(frame.f_code.co_filename, "retain_graph"):
+        return None
+    statement = statement_at(frame.f_code.co_filename, frame.f_lineno)
     for node in ast.walk(statement) if statement is not None else ():
         if isinstance(node, ast.Call):
             for keyword in node.keywords:
                 asked = not isinstance(keyword.value, ast.Constant) or bool(keyword.value.value)
-                if keyword.arg == "retain_graph" and asked and frame is not None:
+                if keyword.arg == "retain_graph" and asked:
                     return with_text(SourceLine(frame.f_code.co_filename, keyword.value.lineno))
     return None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import linecache
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -11,7 +10,7 @@ from torch import nn
 
 from safetrain.findings import SourceLine
 from safetrain.source import USER, grade, line_text
-from safetrain.source.syntax import attribute_stores, called_name, scope_of, statement_at, tree_of
+from safetrain.source.syntax import attribute_stores, called_name, mentions, scope_of, statement_at, tree_of
 
 _MAX_FILES = 200
 
@@ -59,9 +58,8 @@ def _is_constant(arguments: list[ast.expr], value: bool) -> bool:
 def find_freeze_of_state_dict(*, files: Iterable[str] | None = None) -> SourceLine | None:
     """A loop over `x.state_dict()` whose body sets `requires_grad`: those tensors are copies of no effect."""
     for filename in files if files is not None else user_files():
-        text = "".join(linecache.getlines(filename))
-        if "state_dict" not in text or "requires_grad" not in text:
-            continue  # parsing takes milliseconds, and this is asked of every run
+        if not mentions(filename, "state_dict", "requires_grad"):
+            continue
         for node in _walk(filename):
             if not isinstance(node, ast.For) or not _reads_state_dict(node.iter):
                 continue

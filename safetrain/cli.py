@@ -346,7 +346,10 @@ def _memory(args: argparse.Namespace) -> int:
     snapshot = Path(args.snapshot) if args.snapshot is not None else None
     memory = measure(config_file.load(args.file, args.overrides), args.step, snapshot)
     print(table(memory))
-    Path(args.html).write_text(page(memory, f"Memory of step {memory.step} of {args.file}"), encoding="utf-8")
+    try:
+        Path(args.html).write_text(page(memory, f"Memory of step {memory.step} of {args.file}"), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html {args.html}: cannot be written: {error.strerror or error}") from error
     print(f"\nthe same with a timeline: {args.html}")
     if snapshot is not None:
         print(f"what the allocator did, to be dropped on https://pytorch.org/memory_viz: {snapshot}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -11,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from safetrain.data.batch import tensors_in
 from safetrain.data.loader import EpochLoader
-from safetrain.errors import ConfigError
+from safetrain.errors import ConfigError, SafetrainError
 from safetrain.graph import format_bytes
 from safetrain.planner import report
-from safetrain.planner.faking import Unforecastable, faking, make_mode
+from safetrain.planner.faking import Unforecastable, fake, faking, make_mode, why
 from safetrain.planner.search import Planner
 
 if TYPE_CHECKING:
@@ -37,10 +38,14 @@ def plan(config: Config, budget: int | None, tell: Callable[[str], object]) -> b
     mode = make_mode()
     try:
         job = build_unwatched(config, mode, tell)
-        window = window_of(job, config.loop.accumulate)
+        window = window_of(job, config.loop.accumulate, mode)
         planner = Planner(job.trainer, window, mode)
     except Unforecastable as error:
         raise ConfigError(f"the step cannot be forecast: {error}") from error
+    except SafetrainError:
+        raise
+    except Exception as error:  # the user's code: a fault of its own, or one that tensors without numbers make
+        raise ConfigError(f"the step cannot be forecast, it fails on tensors without numbers: {why(error)}") from error
     size, trainer = job.trainer.batch_size(window[0]), job.trainer
     tell(f"a step on {trainer.device}, forecast: batches of {size}, {len(window)} a step, {config.precision}\n")
     tell(report.table(planner.base))
@@ -49,6 +54,8 @@ def plan(config: Config, budget: int | None, tell: Callable[[str], object]) -> b
     tell("\n" + report.header())
     for option in planner.each():
         tell(report.row(option, planner.base))
+    for setting, reason in planner.failed.items():
+        tell(f"{setting}: cannot be forecast: {reason}")
     return budget is None or _tell_what_fits(planner, budget, tell)
 
 
@@ -72,13 +79,13 @@ def build_unwatched(config: Config, mode: FakeTensorMode, tell: Callable[[str], 
     return build(config)
 
 
-def window_of(job: Job, accumulate: int) -> list[Any]:
-    """A window as big as the first batches show it."""
+def window_of(job: Job, accumulate: int, mode: FakeTensorMode) -> list[Any]:
+    """A window as big as the first batches show it, of fake tensors: each batch has its own bytes."""
     batches = list(itertools.islice(_batches(job.train), _LOOKED_AT))
     if not batches:
         raise ConfigError("the training data give no batch")
     biggest = max(batches, key=lambda batch: sum(t.nbytes for t in tensors_in(batch)))
-    return [biggest] * accumulate
+    return [fake(copy.deepcopy(biggest), mode)[0] for _ in range(accumulate)]  # one tensor has one fake
 
 
 def _batches(train: Iterable[Any]) -> Iterable[Any]:

@@ -25,6 +25,7 @@ from safetrain import rng
 from safetrain.errors import SafetrainError
 from safetrain.findings import SourceLine
 from safetrain.loop import Trainer
+from safetrain.planner.workspaces import RNN_LAYER, with_workspace
 from safetrain.source import traceback_line, user_line, with_text
 
 _READ = torch.ops.aten._local_scalar_dense.default
@@ -87,6 +88,12 @@ def fake_trainer(trainer: Trainer, mode: FakeTensorMode) -> tuple[Trainer, Held]
     return fake(trainer, mode, shared)
 
 
+def why(error: BaseException) -> str:
+    """What a step on fake tensors failed with, and at which line of the user's."""
+    told = str(error) if isinstance(error, SafetrainError) else f"{type(error).__name__}: {error}"
+    return told if isinstance(error, SafetrainError) else told + _at(traceback_line(error.__traceback__))
+
+
 def _at(source: SourceLine | None) -> str:
     if source is None:
         return ""
@@ -118,6 +125,8 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not func._schema.returns:
             return None  # fused and foreach optimizers: no memory, and some have no fake implementation
         result = func(*args, **(kwargs or {}))
+        if func is RNN_LAYER:
+            return with_workspace(result, args)
         known = torch.Tag.dynamic_output_shape not in func.tags or not isinstance(result, Tensor)
         if not known and not all(isinstance(size, int) for size in result.shape):
             raise Unforecastable(f"the shape of a tensor depends on the numbers in another{_at(user_line())}")

@@ -14,7 +14,7 @@ import torch
 from safetrain.errors import BudgetError
 from safetrain.graph import format_bytes
 from safetrain.loop import Trainer
-from safetrain.planner.faking import Unforecastable, make_mode
+from safetrain.planner.faking import Unforecastable, make_mode, why
 from safetrain.planner.report import line
 from safetrain.planner.search import Option, Planner
 from safetrain.rules.out_of_memory import owned_bytes
@@ -50,8 +50,7 @@ def refuse_if_too_big(trainer: Trainer, window: Sequence[Any], budget: int | str
         warnings.warn(f"memory_budget: could not forecast the step, so it may run: {error}", stacklevel=2)
         return
     except Exception as error:  # the user's code met tensors that have no numbers: the run must not suffer
-        told = f"{type(error).__name__}: {error}"
-        warnings.warn(f"memory_budget: could not forecast the step, so it may run: {told}", stacklevel=2)
+        warnings.warn(f"memory_budget: could not forecast the step, so it may run: {why(error)}", stacklevel=2)
         return
     raise BudgetError(_refusal(planner, limit, remedies))
 

@@ -10,10 +10,9 @@ from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from safetrain.errors import SafetrainError
 from safetrain.loop import Trainer
 from safetrain.planner.cost import Machine
-from safetrain.planner.faking import Unforecastable, fake, fake_trainer, faking
+from safetrain.planner.faking import fake, fake_trainer, faking, why
 from safetrain.planner.forecast import Forecast, run_steps
 from safetrain.planner.switches import Switch, available
 
@@ -60,12 +59,14 @@ class Planner:
             self.base = run_steps(self._stepped, held, self._window)
         self._machine: Machine | None = None
         self._known: dict[tuple[str, ...], Option | None] = {}
+        self.failed: dict[str, str] = {}
+        """Settings with which the step cannot be run or forecast, and why."""
 
     def each(self) -> Iterator[Option]:
-        """Every switch by itself, in order."""
+        """Every switch by itself, in order; without those that a `train_step` of the user's does not heed."""
         for switch in self.switches:
             option = self.option((switch,))
-            if option is not None:
+            if option is not None and not self._is_idle(option):
                 yield option
 
     def option(self, switches: Sequence[Switch]) -> Option | None:
@@ -74,8 +75,8 @@ class Planner:
         if key not in self._known:
             try:
                 found = self._run(switches)
-            except (Unforecastable, SafetrainError):
-                self._known[key] = None
+            except Exception as error:  # the user's code may count on the setting, such as on a batch's size
+                self._known[key], self.failed[" + ".join(key)] = None, why(error)
             else:
                 self._known[key] = Option(tuple(switches), found, *self._prices(found))
         return self._known[key]
@@ -93,6 +94,11 @@ class Planner:
                 if option is not None and option.peak_bytes <= budget:
                     return option
         return None
+
+    def _is_idle(self, option: Option) -> bool:
+        """Whether the step does not change at all by what should change its operations."""
+        same = option.forecast.cost.operations == self.base.cost.operations
+        return same and option.switches[0].kind in ("micro-batch", "precision")
 
     def _stages(self) -> Iterator[list[Switch]]:
         exact = [switch for switch in self.switches if not switch.changes]

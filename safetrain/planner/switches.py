@@ -63,7 +63,8 @@ def _optimizers(trainer: Trainer) -> list[Switch]:
                 found.append(Switch("optimizer", settings, functools.partial(_exchange, name, type(opt), change)))
         for kind in (torch.optim.SGD, getattr(torch.optim, "Adafactor", None)):
             if kind is not None and not isinstance(opt, kind):
-                rate = opt.param_groups[0]["lr"]
+                group = opt.param_groups[0]
+                rate = group.get("initial_lr", group["lr"])  # what a schedule starts from, not its first value
                 found.append(
                     Switch(
                         "optimizer",

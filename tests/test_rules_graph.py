@@ -195,6 +195,44 @@ class Keeper(Trainer):
         return loss
 
 
+class LateKeeper(Trainer):
+    """Begins to keep something after `begin` steps: what begins late in a run is seen as soon as what begins early."""
+
+    begin, how, leak = 0, "", True
+
+    def training_step(self, batch: Any) -> Tensor:
+        if not hasattr(self, "total"):
+            self.total, self.curve, self.outputs = torch.zeros(()), torch.zeros(200), list[Tensor]()
+        out = self.model(batch[0])
+        loss = F.cross_entropy(out, batch[1])
+        if self.state.step >= self.begin:
+            self.keep(loss if self.leak else loss.detach(), out.max() if self.leak else out.max().detach())
+        return loss
+
+    def keep(self, loss: Tensor, top: Tensor) -> None:
+        if self.how == "total +=":
+            self.total += loss
+        elif self.how == "total = total +":
+            self.total = self.total + loss
+        elif self.how == "curve[i] =":
+            self.curve[self.state.step] = loss
+        else:
+            self.outputs.append(top)
+
+
+@pytest.mark.parametrize("leak", [True, False])
+@pytest.mark.parametrize("begin", [70, 101])
+@pytest.mark.parametrize("how", ["total +=", "total = total +", "curve[i] =", "outputs.append"])
+def test_what_begins_late_in_a_run_is_told_by_the_third_step(how: str, begin: int, leak: bool) -> None:
+    model = make_model("transformer")
+    trainer = LateKeeper(model, torch.optim.AdamW(model.parameters(), fused=True), max_steps=begin + 6)
+    trainer.how, trainer.begin, trainer.leak = how, begin, leak
+    trainer.fit(list(batches("transformer", begin + 6)))
+    told = of_graphs(trainer.report)
+    assert [f.code for f in told] == (["G101"] if leak else [])
+    assert all(begin < f.first_step <= begin + 4 for f in told)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("leak", [True, False])
 @pytest.mark.parametrize("accumulate", [1, 2])

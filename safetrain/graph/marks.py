@@ -129,8 +129,9 @@ class Census:
     not seen; `before_collections` looks right before the collector moves them there, as `gc.collect()` in a loop does.
     Nothing is frozen, and the collector's state is untouched.
 
-    A step that leaves no more objects behind than clean steps do (by the collector's counter) is not even looked at,
-    up to 16 in a row: what keeps a tensor of each step leaves at least one more.
+    A step that leaves as many objects behind as clean steps do (by the collector's counter) is not even looked at, up
+    to 16 in a row: what keeps a tensor of each step leaves at least one more. One that leaves fewer is looked at: loops
+    settle, and against a count of their first steps one more would not show.
     """
 
     __slots__ = ("_before", "_count", "_growth", "_pause", "_sentinel", "_skipped", "_usable", "_usual")
@@ -140,7 +141,7 @@ class Census:
         self._pause = 0
         self._skipped = 0
         self._count: tuple[int, int, int] = (0, 0, 0)
-        self._growth: int | None = None  # of the last clean step that was looked at
+        self._growth: int | None = None  # of the last step, if it was looked at and clean
         self._usual: int | None = None  # of two of them in a row
         self._usable: bool = getattr(sys, "_is_gil_enabled", lambda: True)()  # free-threaded Python has no generations
         self._before: Callable[[str, dict[str, int]], None] | None = None
@@ -178,8 +179,9 @@ class Census:
         growth = count[0] - before[0]
         # A collection in between starts the counter again.
         is_comparable = count[1] == before[1] and count[2] == before[2]
-        if is_comparable and self._usual is not None and growth <= self._usual and self._skipped < _MOST_SKIPPED:
+        if is_comparable and growth == self._usual and self._skipped < _MOST_SKIPPED:
             self._skipped += 1
+            self._growth = None
             return
         self._skipped = 0
         is_clean = self.visit(see) == 0

@@ -67,14 +67,11 @@ def is_sampled(step: int) -> bool:
 class RetentionGuard(Guard):
     """G101 to G103, G106, G107 and G110: graphs that outlive their step.
 
-    Each step: one mark on every tensor made in the step that still carries a graph at its end (a census of the
-    collector's young objects); in sampled steps on the loss too, for what keeps a graph without a tensor. A mark lives
-    as long as its graph, so the number of earlier steps whose mark is alive is the number of graphs that somebody
-    keeps. When it rises twice, the holder is looked for and the next step is traced; when it rises a third time, that
-    is reported.
+    Each step: one mark on the loss, and on every tensor made in the step that still carries a graph at its end (a
+    census of the collector's young objects). A mark lives as long as its graph, so the number of earlier steps whose
+    mark is alive is the number of graphs that somebody keeps. When it rises twice, the holder is looked for and the
+    next step is traced; when it rises a third time, that is reported.
     """
-
-    sampled_hooks = frozenset({"on_backward_start"})
 
     def __init__(self, report: Report, given: Mapping[str, Any] | None = None) -> None:
         super().__init__(report)
@@ -102,7 +99,9 @@ class RetentionGuard(Guard):
         loss = state.micro_loss
         if loss is None:
             return
-        put_mark(loss, self._mark)
+        put_mark(loss, self._mark)  # in each step: `total += loss` keeps graphs and makes no tensor that a census meets
+        if not state.is_sampled:
+            return
         if self._is_first:
             self._mark_all(loss)
         if sys.exc_info()[1] is not None:

@@ -11,8 +11,8 @@ from safetrain.accounting.inventory import Inventory
 from safetrain.findings import Rule
 from safetrain.memory import HeapMeter, Meter, PythonMeter, RssMeter, heap_is_readable
 
-_CHECK_EVERY, _CHECK_EVERY_LATER = 2, 4
-"""Readings between two tests of the slope: of the first 16, and later."""
+_CHECK_EVERY = 2
+"""Readings between two tests of the slope."""
 _SLOW_READING_NS = 300_000
 """A heap that takes so long to tell its size (a hundred thousand small tensors do that) is asked no more."""
 _RESIDENT_RATE = 8_000.0
@@ -93,8 +93,7 @@ class Track:
         self._last = used
         self.series.add(step, used - self._shift)
         self._count += 1
-        due = self._count % (_CHECK_EVERY if self._count <= 16 else _CHECK_EVERY_LATER) == 0
-        return self.series.slope() if due else None
+        return self.series.slope() if self._count % _CHECK_EVERY == 0 else None
 
     def spacing(self, step_ns: float) -> int:
         """Steps to the next reading. On a badly fragmented heap they are slow, and come rarely enough to be borne."""

@@ -232,6 +232,44 @@ def test_a_buffer_that_the_forward_reads_and_updates_is_rewound_for_recomputatio
         assert torch.equal(expected.grad, actual.grad)
 
 
+class Annealed(nn.Module):
+    """Counts its calls in an attribute, keeps a tensor in another, and computes from both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        h = self.layer(x) * (1 + 0.1 * self.calls)
+        self.mean = 0.9 * getattr(self, "mean", torch.zeros(())) + h.detach().mean()
+        return torch.tanh(h - self.mean)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "selective"])
+def test_attributes_that_the_forward_reads_and_sets_are_rewound_for_recomputation(mode: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 6), Annealed(), nn.Sequential(Annealed(), nn.Linear(6, 6)), nn.Linear(6, 2))
+    recomputing = copy.deepcopy(plain)
+    activation_checkpoint.apply(recomputing, CheckpointOptions(("1", "2"), mode=mode))
+    for expected, actual in zip(_train(plain), _train(recomputing), strict=True):
+        assert torch.equal(expected, actual)
+    assert (plain[1].calls, plain[2][0].calls) == (recomputing[1].calls, recomputing[2][0].calls) == (4, 4)
+    assert torch.equal(plain[1].mean, recomputing[1].mean)
+
+
+def test_a_buffer_that_an_evaluation_replaced_under_inference_mode() -> None:
+    plain = nn.Sequential(nn.Linear(6, 4), Counter(replaces=True), nn.Linear(4, 2))
+    recomputing = copy.deepcopy(plain)
+    activation_checkpoint.apply(recomputing, CheckpointOptions(("1",)))
+    for model in (plain, recomputing):
+        with torch.inference_mode():
+            model(torch.ones(2, 6))
+    for expected, actual in zip(_train(plain), _train(recomputing), strict=True):
+        assert torch.equal(expected, actual)
+
+
 def test_spectral_norm_takes_one_power_iteration_a_step() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Sequential(spectral_norm(nn.Linear(4, 4)), nn.Tanh()), nn.Linear(4, 1))

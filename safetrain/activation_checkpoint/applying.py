@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import nn
 
-from safetrain.activation_checkpoint import buffers, recompute
+from safetrain.activation_checkpoint import buffers, randomness, recompute
 from safetrain.activation_checkpoint.blocks import find_blocks
 from safetrain.activation_checkpoint.offload import offloads_anything
 from safetrain.activation_checkpoint.options import CheckpointOptions, Mode
@@ -91,7 +91,7 @@ def applied(model: nn.Module) -> list[str]:
 
 def _reset(module: nn.Module) -> None:
     if unwrap_forward(module, _OWNER):
-        for note in (buffers.KNOWN, recompute.CHECKED):
+        for note in (buffers.KNOWN, recompute.CHECKED, randomness.HOST):
             vars(module).pop(note, None)
 
 

@@ -61,13 +61,18 @@ def _get(slot: Slot) -> Tensor:
     return buffer
 
 
+def _version(buffer: Tensor) -> int:
+    """How often it was written. An evaluation under inference_mode may have left a buffer that does not count."""
+    return -1 if buffer.is_inference() else buffer._version
+
+
 class Watching:
     """Around a first forward: learns which buffers it updates and lets go of the clones of the others."""
 
     def __init__(self, known: _KnownBuffers, before: dict[Slot, Tensor]) -> None:
         self._known = known
         self._before = before
-        self._seen = [(slot, _get(slot), _get(slot)._version) for slot in known.slots]
+        self._seen = [(slot, _get(slot), _version(_get(slot))) for slot in known.slots]
 
     def __enter__(self) -> None:
         return None
@@ -75,7 +80,7 @@ class Watching:
     def __exit__(self, *exc: object) -> None:
         for slot, buffer, version in self._seen:
             # BatchNorm's kernel writes its statistics without a new version; that it is in train mode is enough.
-            changed = _get(slot) is not buffer or buffer._version != version or isinstance(slot[0], _NormBase)
+            changed = _get(slot) is not buffer or _version(buffer) != version or isinstance(slot[0], _NormBase)
             if changed and slot not in self._known.updated:
                 self._known.updated.append(slot)
             if changed:

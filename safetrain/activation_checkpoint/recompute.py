@@ -12,6 +12,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from safetrain.activation_checkpoint.attributes import attribute_contexts
 from safetrain.activation_checkpoint.buffers import buffer_contexts
 from safetrain.activation_checkpoint.offload import Offload
 from safetrain.activation_checkpoint.randomness import random_contexts
@@ -64,7 +65,7 @@ def _contexts(
     module: nn.Module, inputs: Any, selective: bool, preserve_rng_state: bool | Literal["auto"]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """What `checkpoint` enters around the first forward of a call, and around each recomputation of it."""
-    pairs: list[tuple[Any, Any]] = [buffer_contexts(module)]
+    pairs: list[tuple[Any, Any]] = [buffer_contexts(module), attribute_contexts(module)]
     if preserve_rng_state is not False:
         pairs.append(random_contexts(module, inputs))
     elif CHECKED not in vars(module):

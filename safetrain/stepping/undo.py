@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-import random
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from safetrain import rng
 from safetrain.data.batch import tensors_in
 from safetrain.recording.replay import restore_plain_attributes
+from safetrain.rng import HostGenerators
 
 if TYPE_CHECKING:
     from safetrain.loop import Trainer
@@ -197,7 +196,7 @@ class Generators:
 
     def __init__(self) -> None:
         self._torch: dict[str, Any] = {}
-        self._others: _Others | None = None
+        self._others: HostGenerators | None = None
         self._windows = 0
         self._others_used = False
         self._noted_late = False
@@ -206,7 +205,7 @@ class Generators:
         """Before a window."""
         self._torch = rng.capture_torch()
         looks = self._others_used or self._windows < _FIRST_WINDOWS or self._windows % _EVERY == 0
-        self._others = _Others() if looks else None
+        self._others = HostGenerators() if looks else None
         self._windows += 1
         self._noted_late = False
 
@@ -229,20 +228,4 @@ class Generators:
         if self._others is not None:
             self._others.restore()
         else:
-            self._others, self._noted_late = _Others(), True
-
-
-class _Others:
-    """States of Python's and NumPy's generator as they give them: 0.1 ms to read."""
-
-    def __init__(self) -> None:
-        self._python = random.getstate()
-        self._numpy: Any = np.random.get_state()
-
-    def have_moved(self) -> bool:
-        now = np.random.get_state()
-        return self._python != random.getstate() or not all(map(np.array_equal, self._numpy, now))
-
-    def restore(self) -> None:
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
+            self._others, self._noted_late = HostGenerators(), True

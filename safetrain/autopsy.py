@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from safetrain.callbacks.base import Callback
 from safetrain.errors import BatchError, NonFiniteError, add_note
 from safetrain.findings import Finding, Report, Rule, SourceLine
-from safetrain.recording.recorder import Recorder
+from safetrain.recording.recorder import Recorder, can_leave
 from safetrain.recording.replay import unchanged
 from safetrain.recording.saved import nodes_of, saved_by
 from safetrain.rules.autopsy import (
@@ -239,10 +238,10 @@ class Screen:
             self.record.suspended = self.record.failed
 
     def stop(self) -> bool:
-        """End the record. False when another dispatch mode that was entered later is still on: call again after it."""
+        """End the record. False when the user's code is inside a mode of its own just now: call again later."""
         if self._started_at is None:
             return True
-        if _get_current_dispatch_mode() is not self.record:
+        if not can_leave(self.record):
             self.record.suspended = True
             return False
         self.record.__exit__(None, None, None)
@@ -287,7 +286,9 @@ class AutopsyGuard(Callback):
         self._earlier_backward = self._last_backward = 0
 
     def on_step_start(self, state: RunState) -> None:
-        """Start the screen in the first step of the run."""
+        """Start the screen in the first step of the run. One that could not be ended with it ends now."""
+        if self._screen is not None:
+            self._finish_screen(state)
         if self._screens:
             self._screens = False
             if can_screen(state.model):

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graph_programs import batches, make_model
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import safetrain
 
@@ -54,3 +55,23 @@ def test_the_loop_is_as_before_afterwards() -> None:
     backward = torch.Tensor.backward, torch.autograd.backward, torch.nn.Module.__call__
     train([], False, stream=None)
     assert backward == (torch.Tensor.backward, torch.autograd.backward, torch.nn.Module.__call__)
+
+
+def test_a_sample_drawn_in_inference_mode_after_the_first_step_breaks_nothing() -> None:
+    """What records the first step ends with it; taken off inside inference mode it would break the next operation."""
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Flatten(), nn.Linear(32, 9))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    samples, modes = [], []
+    with safetrain.watch(stream=None) as w:
+        for _ in range(6):
+            tokens = torch.randint(0, 9, (4, 4))
+            tokens[torch.rand(tokens.shape) < 0.2] = 0
+            optimizer.zero_grad()
+            F.cross_entropy(model(tokens), tokens[:, 0]).backward()
+            modes.append(_get_current_dispatch_mode())
+            optimizer.step()
+            with torch.inference_mode():
+                samples.append(model(tokens))
+    assert len(samples) == 6
+    assert modes[0] is not None and modes[1:] == [None] * 5
+    assert w.findings == [] and w.trouble == []

@@ -256,6 +256,33 @@ def test_a_list_of_graphs_that_span_two_steps_is_named_as_a_whole() -> None:
     assert "`kept`" in (finding.holder or "") and "list[0.." in (finding.holder or "")
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_loss_of_several_turns_is_not_the_holder(kept: bool) -> None:
+    """Three updates on one graph of the generator: its loss, a variable, reaches graphs of two steps at any time."""
+
+    def program() -> None:
+        make, judge = nn.Linear(3, 6), nn.Linear(6, 1)
+        optimizers = [torch.optim.SGD(part.parameters(), 0.01) for part in (make, judge)]
+        curve = []
+        for i in range(40):
+            fake, real = make(torch.randn(4, 3)), torch.randn(4, 6)
+            for term in (F.softplus(judge(fake.detach())), judge(real).pow(2))[: 2 if i % 16 == 0 else 1]:
+                optimizers[1].zero_grad()
+                term.mean().backward()
+                optimizers[1].step()
+            loss = F.softplus(-judge(fake)).mean()
+            optimizers[0].zero_grad()
+            loss.backward()
+            optimizers[0].step()
+            if kept and i % 2:
+                curve.append(loss)
+
+    if kept:
+        assert "`curve`" in (only(program).holder or "")
+    else:
+        assert loud(program) == []
+
+
 def log_row(row: dict[str, Any], rows: list[Any] = []) -> None:  # noqa: B006 - the fault
     rows.append(row)
 

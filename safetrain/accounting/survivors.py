@@ -20,6 +20,7 @@ from safetrain.accounting.ownership import AllocationLog, Block
 from safetrain.findings import SourceLine
 from safetrain.graph import climb, storage_key
 from safetrain.memory import Meter
+from safetrain.recording.recorder import can_leave
 
 _RECORDED, _WAITED = 3, 3
 """Steps that are recorded, and steps after which what was made in them counts as kept."""
@@ -63,16 +64,18 @@ class SurvivorHunt:
         return _survivors(self._log.blocks, self._log)
 
     def stop(self) -> None:
-        """Take the recording off, unless the user's code has put a mode of its own on top: then later."""
-        stack = _get_current_dispatch_mode_stack()
-        if self._active and stack and stack[-1] is self._log:
+        """Take the recording off, unless the user's code is inside a mode of its own: then later."""
+        if self._active and can_leave(self._log):
             self._log.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._active = False
 
 
 def can_record() -> bool:
-    """Whether operations can be watched without changing what runs: nothing compiled, no mode of the user's."""
-    if _get_current_dispatch_mode_stack():
+    """Whether operations can be watched without changing what runs: nothing compiled, no mode of the user's.
+
+    A record that begins inside `torch.inference_mode()` would see nothing after it.
+    """
+    if _get_current_dispatch_mode_stack() or torch.is_inference_mode_enabled():
         return False
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is None or not dynamo.counters["frames"]

@@ -21,7 +21,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from safetrain.findings import SourceLine
 from safetrain.source import USER, frame_locals, grade, line_text
@@ -182,6 +182,16 @@ def _info_of(func: Any) -> OpInfo:
             written_names=frozenset(arguments[i].name for i in written),
         )
     return known
+
+
+def can_leave(mode: TorchDispatchMode) -> bool:
+    """Whether a dispatch mode that is on may be taken off now; when not, ask again later.
+
+    Not under a mode that was put on top of it. And not inside `torch.inference_mode()`, whose end puts the dispatcher
+    back as it was at its beginning: it would look for a mode that is gone, and the user's next operation would fail.
+    """
+    stack = _get_current_dispatch_mode_stack()
+    return bool(stack) and stack[-1] is mode and not torch.is_inference_mode_enabled()
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -179,10 +179,17 @@ def findings_of(
 
 
 def _without_views(holders: Sequence[Holder], files: Sequence[str]) -> list[Holder]:
-    """Without variables that are bound anew each time and show only what another holder keeps."""
+    """Without variables that are bound anew each time and show only what another holder keeps, or a turn or two.
+
+    A loss of two turns (a GAN's) reaches graphs of two steps for as long as it has its name, and keeps no more.
+    """
     views = [holder for holder in holders if only_rebinds(holder, files)]
     keepers = [holder for holder in holders if holder not in views]
-    return [h for h in holders if h not in views or not any(h.steps <= keeper.steps for keeper in keepers)]
+    return [
+        h
+        for h in holders
+        if h not in views or not (len(h.steps) <= 2 or any(h.steps <= keeper.steps for keeper in keepers))
+    ]
 
 
 def is_window(holder: Holder, files: Sequence[str] = ()) -> bool:

@@ -193,7 +193,7 @@ def _containers(survey: Survey, first: Inventory, second: Inventory, now: Invent
         if earlier is None or earliest is None or earlier[0] is not kind or not length > earlier[1] > earliest[1]:
             continue
         holder = survey.holder(obj)
-        if _is_ours(holder) or any(type(above).__name__ == _LRU for above in holder.path[:-1]):
+        if is_ours(holder) or any(type(above).__name__ == _LRU for above in holder.path[:-1]):
             continue
         added = length - earlier[1]
         items = list(newest(obj, added))
@@ -217,7 +217,7 @@ def _bigger_ones(survey: Survey, second: Inventory, now: Inventory) -> Iterator[
             continue
         holder = survey.holder(obj)
         way = ways.of(holder)
-        if way in grown and way not in seen and not _is_ours(holder):
+        if way in grown and way not in seen and not is_ours(holder):
             seen.add(way)
             weight = weigh([obj])
             if isinstance(obj, Tensor):
@@ -237,7 +237,7 @@ def _survivors(survey: Survey, first: Inventory, second: Inventory, now: Invento
         key = storage_key(obj) if issubclass(type(obj), Tensor) else None
         if key is not None and key in second.fresh and second.has(key):
             holder = survey.holder(obj)
-            if not _is_ours(holder):
+            if not is_ours(holder):
                 groups.setdefault(ways.of(holder)[:2], []).append(holder)
     for way, holders in groups.items():
         tensors = [holder.path[-1] for holder in holders]
@@ -386,7 +386,7 @@ def _payload_bytes(obj: Any) -> int:
     return int(_base_of(obj).nbytes) if isinstance(obj, np.ndarray) else sys.getsizeof(obj)
 
 
-def _is_ours(holder: Holder) -> bool:
+def is_ours(holder: Holder) -> bool:
     """Whether the container belongs to this package: its books are bounded, and not the user's business."""
     for obj in reversed(holder.path[:-1]):
         kind = type(obj)

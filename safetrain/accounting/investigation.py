@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from safetrain.accounting.growth import FAST_RATE, Slope
-from safetrain.accounting.inventory import Inventory, Suspect, find_growing, newest, weigh
+from safetrain.accounting.inventory import Inventory, Suspect, find_growing, is_ours, newest, weigh
 from safetrain.accounting.tracks import Track
 from safetrain.findings import SourceLine
 from safetrain.graph import Holder, StoreTrace, Survey
@@ -42,19 +40,21 @@ class Investigation:
         return True
 
     def _growing(self, survey: Survey) -> Holder | None:
-        """The container that gained most since the last look."""
+        """The container that gained most since the last look, of those that are not the Trainer's own."""
         before, now = self._seen
         gained = {
             key: length - before.lengths[key][1]
             for key, (kind, length) in now.lengths.items()
             if key in before.lengths and before.lengths[key][0] is kind and length > before.lengths[key][1]
         }
-        best: tuple[int, Any] = (0, None)
+        best: tuple[int, Holder | None] = (0, None)
         for obj in survey.objects():
             if id(obj) in gained:
                 gain = weigh(newest(obj, gained[id(obj)]), before).held_bytes
-                best = max(best, (gain, obj), key=lambda pair: pair[0])
-        return survey.holder(best[1]) if best[1] is not None else None
+                holder = survey.holder(obj)
+                if gain > best[0] and not is_ours(holder):
+                    best = (gain, holder)
+        return best[1]
 
     def end_trace(self) -> None:
         """Let go of the trace, but keep the line that it saw."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +14,12 @@ from memory_programs import INNOCENTS, LEAKS, UNNAMED, of_memory, watched
 from torch import Tensor, nn
 
 from safetrain import Trainer
-from safetrain.accounting.growth import GrowthSeries, steps_needed
+from safetrain.accounting.growth import GrowthSeries, Slope, steps_needed
+from safetrain.accounting.inventory import Inventory
+from safetrain.accounting.investigation import Investigation
+from safetrain.accounting.tracks import Track
+from safetrain.graph import Survey
+from safetrain.source import with_text
 
 
 @pytest.fixture(autouse=True)
@@ -165,6 +171,32 @@ def series(readings: list[int]) -> GrowthSeries:
         if step % made.stride == 0:
             made.add(step, used)
     return made
+
+
+def test_the_line_that_stores_is_looked_for_in_what_the_user_keeps_not_in_the_trainers_books() -> None:
+    class Books:
+        def __init__(self) -> None:
+            self.entries = [torch.zeros(64)]
+
+    Books.__module__ = "safetrain.books"
+    books, kept = Books(), [torch.zeros(64)]
+
+    def survey() -> Survey:
+        return Survey({"books": books, "kept": kept})
+
+    slope = cast(Slope, SimpleNamespace(bytes_per_step=2048.0))
+    case = Investigation(cast(Track, None), slope, Inventory(survey(), 0))
+    for step in (6, 12):
+        kept.append(torch.zeros(512))
+        books.entries.append(torch.zeros(4096))
+        now = survey()
+        case.look(now, step)
+    assert case.go_on(now)
+    assert case.trace is not None
+    kept.append(torch.zeros(512))
+    case.end_trace()
+    assert case.stored_at is not None
+    assert with_text(case.stored_at).text == "kept.append(torch.zeros(512))"
 
 
 def test_steady_growth_is_seen_as_soon_as_its_size_allows() -> None:

@@ -23,8 +23,8 @@ _BUDGET_NS = 500
 _FIRST_BUDGET_NS = 300_000
 _BUDGET_SHARE = 0.001
 """What readings may cost a step: nanoseconds (more in the first ones), or a share of its time if that is more."""
-_FIRST_READINGS, _FIRST_TOTAL_NS = 96, 10_000_000
-"""The first ones: so many, or what they took together, if that is reached before."""
+_FIRST_READINGS, _FIRST_TOTAL_NS = 128, 10_000_000
+"""The first ones: so many (to step 256), or what they took together, if that is reached before."""
 _WIDEST = 1024
 """Steps between two readings, at most."""
 _EVAL_BYTES = 16_000

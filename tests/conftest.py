@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-_HEAP = ("test_memory", "test_ownership", "test_rules_memory", "test_out_of_memory")
+_HEAP = ("test_memory", "test_ownership", "test_rules_memory", "test_out_of_memory", "test_rules_granularity")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

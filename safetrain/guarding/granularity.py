@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from safetrain.accounting.tracks import host_meter
 from safetrain.activation_checkpoint import applied
 from safetrain.callbacks.base import STEP_HOOKS, Callback
 from safetrain.findings import Finding, Report
@@ -41,7 +42,9 @@ class GranularityGuard(Callback):
             self._judge(state)  # a step later: by now a device has done the work, and times can be read
         if state.step + 1 not in _AT or len(self._found) != _AT.index(state.step + 1):
             return
-        self._clock, self._meter = Clock(state.device), meter_for(state.device)
+        on_host = state.device is None or state.device.type == "cpu"
+        # A heap that is slow to read is resident memory from the start: no warning in the middle of somebody's run.
+        self._clock, self._meter = Clock(state.device), host_meter() if on_host else meter_for(state.device)
         self._again, self._num_first, self._end = [], None, None
         self._watch = RegionWatch(state.model, self._meter, self._clock, self._note)
         self._watch.start()

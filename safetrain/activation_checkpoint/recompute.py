@@ -112,45 +112,44 @@ class _NoCastCache:
 # gradients. So the version of each saved value is among the facts that checkpoint compares after a recomputation.
 
 
-class _Writes:
-    """How often a saved value was written in place. Raises autograd's error when compared with another number."""
+class _Facts:
+    """What must be the same about a saved value after the forward and after its recomputation.
 
-    __slots__ = ("dtype", "shape", "version")
+    A different number of in-place writes raises autograd's own error when they are compared.
+    """
+
+    __slots__ = ("_plain", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.version = None if tensor.is_inference() else tensor._version
-        self.dtype, self.shape = tensor.dtype, tensor.shape
+        self._version = None if tensor.is_inference() else tensor._version
+        self._plain = (tensor.shape, tensor.dtype, tensor.device)
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, _Writes) and self.version != other.version:
-            kind = torch.empty(0, dtype=self.dtype).type()
+        if not isinstance(other, _Facts):
+            return NotImplemented
+        if self._version != other._version:
+            shape, dtype, _ = self._plain
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{kind} {list(self.shape)}], saved inside a checkpointed module, is at version {other.version} "
-                f"after that ran again; expected version {self.version} instead"
+                f"[{torch.empty(0, dtype=dtype).type()} {list(shape)}], saved inside a checkpointed module, is at "
+                f"version {other._version} after that ran again; expected version {self._version} instead"
             )
-        return isinstance(other, _Writes)
+        return self._plain == other._plain
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return str(self.version)
-
-
-def _facts(tensor: Tensor) -> dict[str, Any]:
-    """What must be the same about a saved value after the forward and after its recomputation."""
-    facts: dict[str, Any] = torch_checkpoint._default_meta_extractor(tensor)
-    return {**facts, "in-place writes": _Writes(tensor)}
+        return str(dict(zip(("shape", "dtype", "device"), self._plain, strict=True)))
 
 
 def _register_facts() -> str:
-    """The name by which `checkpoint` finds `_facts`; its own check where this torch keeps no table of them."""
+    """The name by which `checkpoint` finds `_Facts`; its own check where this torch keeps no table of them."""
     known: dict[str, Callable[[Tensor], Any]] | None = getattr(
         torch_checkpoint, "_allowed_determinism_checks_to_fns", None
     )
     if known is None:
         return "default"
-    known["safetrain"] = _facts
+    known["safetrain"] = _Facts
     return "safetrain"
 
 

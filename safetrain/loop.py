@@ -15,14 +15,14 @@ import tempfile
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_value_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -44,6 +44,7 @@ from safetrain.guarding.loop import SnapshotGuard
 from safetrain.guards import default_guards
 from safetrain.state import FIRST_STEPS, RunState
 from safetrain.stepping.averages import Averages
+from safetrain.stepping.clipping import clip_by_norm, clip_groups_by_norm, not_finite
 from safetrain.stepping.deferred import DeferredFlag
 from safetrain.stepping.settings import check_arguments, check_optimizers, check_settings, needs_closure
 from safetrain.stepping.splitting import Splitter, in_micro_batches, warn_if_unused
@@ -186,6 +187,7 @@ class Trainer:
 
         self._closure_optimizer = next((name for name, opt in named.items() if needs_closure(opt)), None)
         self._autocast = autocast_for(self.device, precision)
+        self._moves = self.device.type != "cpu" or type(self).to_device is not Trainer.to_device
         self._stepped: set[str] = set()  # optimizers that stepped since the scaler was last updated
         self.state.micro_batch_size = micro_batch_size
         self._splitter = Splitter(model) if oom == "split" else None
@@ -215,8 +217,8 @@ class Trainer:
         else:
             context = ContextGuard(self.model, self.report, device_type=self.device.type)
             snapshots = SnapshotGuard(self.report, functools.partial(_snapshot_holders, weakref.ref(self)))
-            guarding = default_guards(self.report, gated=self.state.gated)
-            self.listeners = Listeners([*guarding, snapshots, *self.callbacks], watch=context.watch_callback)
+            guarding = [*default_guards(self.report, gated=self.state.gated), snapshots]
+            self.listeners = Listeners([*guarding, *self.callbacks], guards=guarding, watch=context.watch_callback)
 
     # ------------------------------------------------------------------ what a subclass writes
 
@@ -269,20 +271,40 @@ class Trainer:
 
     def _forward_backward(self, window: Sequence[Any]) -> Tensor:
         state = self.state
-        shares = Shares([self.batch_size(batch) for batch in window])
-        state.num_samples += shares.num_samples
-        for index, batch in enumerate(window):
-            state.batch = batch = self.to_device(batch)
-            self._weight = shares.sizes[index]
-            with self._autocast:
-                output = self.training_step(batch)
-            loss, weight, metrics = unpack(output)
-            del output  # a language model's logits must not sit under the peak of backward
-            if metrics:
-                self._take_metrics(metrics, self._weight if weight is None else weight)
-            self.backward(shares.share_of(loss, weight, index, self._gradients))
-        state.loss = shares.finish(self._gradients)
-        return state.loss
+        if len(window) == 1:
+            size = self.batch_size(window[0])
+            state.num_samples += size
+            loss, weight = self._forward(window[0], size)
+            if weight is not None:
+                loss = loss / weight
+            mean = loss.detach()
+            self.backward(loss)
+        else:
+            shares = Shares([self.batch_size(batch) for batch in window])
+            state.num_samples += shares.num_samples
+            for index, batch in enumerate(window):
+                loss, weight = self._forward(batch, shares.sizes[index])
+                self.backward(shares.share_of(loss, weight, index, self._gradients))
+            mean = shares.finish(self._gradients)
+        state.loss = mean
+        return mean
+
+    def _forward(self, batch: Any, size: int) -> tuple[Tensor, Tensor | float | None]:
+        """The loss of a micro-batch, with its graph, and its weight if it brought one; its metrics are taken.
+
+        A function of its own: what else the step made (a language model's logits) is gone when backward peaks.
+        """
+        if self._moves:
+            batch = self.to_device(batch)
+        self.state.batch, self._weight = batch, size
+        with self._autocast:
+            output = self.training_step(batch)
+        if isinstance(output, Tensor):
+            return output, None
+        loss, weight, metrics = unpack(output)
+        if metrics:
+            self._take_metrics(metrics, size if weight is None else weight)
+        return loss, weight
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Differentiate a scalar loss, scaled under fp16. `options` go to `Tensor.backward`.
@@ -315,13 +337,13 @@ class Trainer:
         if scaler is not None:
             self._unscale(scaler, chosen)
         self.listeners.on_backward_end(state)
-        norm = self._clip(chosen)
+        norm, number = self._clip(chosen)
         for name, opt in chosen.items():
             if state.is_logging_step:
                 self._rates[name] = float(opt.param_groups[0]["lr"])
             if norm is None and not self._gradients((name,)):
                 continue  # nothing to step; the guards say why
-            self._step_if_finite(name, opt, norm)
+            self._step_if_finite(name, opt, norm, number)
 
     def zero_grad(self, *names: str) -> None:
         """Drop the gradients of the named optimizers' parameters; without names, of everything trained."""
@@ -358,40 +380,34 @@ class Trainer:
             if self._gradients((name,)):
                 scaler.unscale_(opt)
 
-    def _clip(self, chosen: Mapping[str, Optimizer]) -> Tensor | None:
-        """Clip what `chosen` will step; keeps and returns the total norm before clipping, None when nobody needs it."""
-        state = self.state
-        gate_needs_it = self.check_finite and state.scaler is None
-        if not (self.clip_norm is not None or gate_needs_it or state.is_logging_step):
-            norm = None
-        elif self.clip_per_group:
-            norm = self._clip_each_group(chosen)
-        else:
-            params = [p for o in chosen.values() for g in o.param_groups for p in g["params"] if p.grad is not None]
-            norm = _total_norm(params, self.clip_norm_type, self.clip_norm) if params else None
-            if self.clip_norm is not None and norm is not None and state.scaler is not None and len(chosen) > 1:
-                _skip_together(state.scaler, chosen.values(), norm)  # the norm of one has scaled all
+    def _clip(self, chosen: Mapping[str, Optimizer]) -> tuple[Tensor | None, float | None]:
+        """Clip what `chosen` will step.
+
+        Keeps and returns the total norm before clipping, None when nobody needs it; and the same as a number where the
+        gate has to read it: for optimizers that cannot skip on the device.
+        """
+        state, scaler = self.state, self.state.scaler
+        is_gated = self.check_finite and scaler is None
+        groups = [group["params"] for opt in chosen.values() for group in opt.param_groups]
+        norm, number = None, None
+        if self.clip_norm is not None or is_gated or state.is_logging_step:
+            reads = is_gated and not all(map(_skips_on_device, chosen.values()))
+            clip = clip_groups_by_norm if self.clip_per_group and len(groups) > 1 else clip_by_norm
+            norm, number = clip(groups, self.clip_norm_type, self.clip_norm, read=reads)
+            if scaler is not None and norm is not None and clip is clip_by_norm and self.clip_norm is not None:
+                _skip_together(scaler, chosen.values(), norm)  # the norm of one has scaled all
         if self.clip_value is not None:
-            clip_grad_value_([p for o in chosen.values() for g in o.param_groups for p in g["params"]], self.clip_value)
+            clip_grad_value_([p for params in groups for p in params], self.clip_value)
         state.grad_norm = norm
-        return norm
+        return norm, number
 
-    def _clip_each_group(self, chosen: Mapping[str, Optimizer]) -> Tensor | None:
-        norms = []
-        for group in (group for opt in chosen.values() for group in opt.param_groups):
-            params = [p for p in group["params"] if p.grad is not None]
-            if params:
-                norms.append(_total_norm(params, self.clip_norm_type, self.clip_norm))
-        return get_total_norm(norms, self.clip_norm_type) if norms else None
-
-    def _step_if_finite(self, name: str, opt: Optimizer, norm: Tensor | None) -> None:
-        """Step `opt` unless its gradients are not finite, and move its schedule if it stepped."""
+    def _step_if_finite(self, name: str, opt: Optimizer, norm: Tensor | None, number: float | None) -> None:
+        """Step `opt` unless the norm of its gradients is not finite, and move its schedule if it stepped."""
         scaler = self.state.scaler
-        skips_on_device = getattr(opt, "_step_supports_amp_scaling", False)
         if scaler is not None:
             self._stepped.discard(name)
             scaler.step(opt)  # reads one scalar, unless the optimizer skips on the device
-            if skips_on_device:
+            if _skips_on_device(opt):
                 self._defer(name, _found_inf(scaler, opt))
             else:
                 self._conclude(name, taken=name in self._stepped)
@@ -399,19 +415,19 @@ class Trainer:
         elif norm is None or not self.check_finite:
             opt.step()
             self._conclude(name, taken=True)
-        elif skips_on_device:
-            found_inf = _not_finite(norm)
+        elif number is not None:
+            taken = math.isfinite(number)
+            if taken:
+                opt.step()
+            self._conclude(name, taken=taken)
+        else:
+            found_inf = not_finite(norm)
             opt.grad_scale, opt.found_inf = None, found_inf  # type: ignore[attr-defined]
             try:
                 opt.step()
             finally:
                 del opt.grad_scale, opt.found_inf  # type: ignore[attr-defined]
             self._defer(name, found_inf)
-        else:
-            taken = math.isfinite(norm.item())
-            if taken:
-                opt.step()
-            self._conclude(name, taken=taken)
 
     def _defer(self, name: str, found_inf: Tensor) -> None:
         if name not in self._verdicts:
@@ -459,8 +475,8 @@ class Trainer:
             self.zero_grad()
             loss = self.forward_backward(window)
             self.listeners.on_backward_end(self.state)
-            norm = self._clip({name: opt})
-            if self.check_finite and norm is not None and not math.isfinite(norm.item()):
+            _, number = self._clip({name: opt})
+            if number is not None and not math.isfinite(number):
                 raise _NonFiniteInClosure
             return loss
 
@@ -798,8 +814,7 @@ class Trainer:
     def _evaluation_loop(self, loader: Iterable[Any], averages: Averages) -> int:
         is_default = getattr(self.evaluation_step, "__func__", None) is Trainer.evaluation_step
         step, size_of = self.training_step if is_default else self.evaluation_step, self.batch_size
-        moves = self.device.type != "cpu"
-        add_loss = averages["loss"].add
+        moves, add_loss = self._moves, averages["loss"].add
         count = 0
         for batch in itertools.islice(loader, self.limit_eval_batches):
             count += 1
@@ -920,28 +935,16 @@ class _NonFiniteInClosure(Exception):
     """Leaves an optimizer's line search before it writes Inf or NaN into the weights."""
 
 
-def _total_norm(params: list[nn.Parameter], norm_type: float, clip_to: float | None) -> Tensor:
-    """Total norm of the gradients, all of which are there, on the device; clips them to `clip_to` afterwards."""
-    try:
-        if clip_to is not None:
-            return clip_grad_norm_(params, clip_to, norm_type)
-        return get_total_norm([p.grad for p in params], norm_type)  # type: ignore[misc]
-    except NotImplementedError:  # a sparse one among them: its values are all that counts
-        grads = [p.grad for p in params if p.grad is not None]
-        norm = get_total_norm([g.coalesce().values() if g.is_sparse else g for g in grads], norm_type)
-        if clip_to is not None:
-            clip_grads_with_norm_(params, clip_to, norm)
-        return norm
+def _skips_on_device(opt: Optimizer) -> bool:
+    """Its kernel leaves the weights alone where the device says so; the host need not know."""
+    return getattr(opt, "_step_supports_amp_scaling", False)
 
 
-def _not_finite(norm: Tensor) -> Tensor:
-    """1.0 where `norm` is Inf or NaN, else 0.0, on the device: times zero they are NaN, which differs from zero."""
-    return torch.ne(norm * 0, 0).to(torch.float32)
-
-
-def _skip_together(scaler: torch.amp.GradScaler, optimizers: Iterable[Optimizer], norm: Tensor) -> None:
-    """Have the scaler skip all of them when their common norm is not finite, without reading it."""
-    found_inf = _not_finite(norm)
+def _skip_together(scaler: torch.amp.GradScaler, optimizers: Collection[Optimizer], norm: Tensor) -> None:
+    """Have the scaler skip all of several when their common norm is not finite, without reading it."""
+    if len(optimizers) < 2:
+        return
+    found_inf = not_finite(norm)
     for opt in optimizers:
         for device, found in scaler._found_inf_per_device(opt).items():
             found.copy_(torch.maximum(found, found_inf.to(device)))  # fused kernels compare it with exactly 1

@@ -178,3 +178,116 @@ def test_memory_is_flat_over_two_thousand_steps() -> None:
     trainer.fit(make_data())
     assert not trainer.report.findings
     assert readings[2000] - readings[400] < 40_000  # 25 bytes a step: the readings' own dict, the report's nothing
+
+
+# ---- a guard must not harm a run ------------------------------------------------------------------------------------
+
+
+class Breaks(Callback):
+    """A guard with a fault of its own."""
+
+    def __init__(self, hook: str) -> None:
+        self.hook, self.heard = hook, list[str]()
+
+    def _hear(self, hook: str) -> None:
+        self.heard.append(hook)
+        if hook == self.hook:
+            raise ZeroDivisionError("of the guard")
+
+    def on_step_start(self, state: RunState) -> None:
+        self._hear("on_step_start")
+
+    def on_backward_end(self, state: RunState) -> None:
+        self._hear("on_backward_end")
+
+    def on_step_end(self, state: RunState) -> None:
+        self._hear("on_step_end")
+
+    def on_exception(self, state: RunState) -> None:
+        self._hear("on_exception")
+
+    def on_fit_end(self, state: RunState) -> None:
+        self._hear("on_fit_end")
+
+
+class Hears(Callback):
+    def __init__(self) -> None:
+        self.steps, self.ended = 0, False
+
+    def on_step_start(self, state: RunState) -> None:
+        self.steps += 1
+
+    def on_step_end(self, state: RunState) -> None:
+        self.steps += 1
+
+    def on_fit_end(self, state: RunState) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("hook", ["on_step_start", "on_backward_end", "on_step_end", "on_fit_end"])
+def test_a_guard_that_fails_is_switched_off_and_the_run_goes_on(hook: str) -> None:
+    guard, hears = Breaks(hook), Hears()
+    trainer = make_trainer(max_steps=5)
+    trainer.listeners = Listeners([guard, hears], guards=[guard])
+    with pytest.warns(RuntimeWarning, match=r"(?s)Breaks failed and is off.*of the guard"):
+        trainer.fit(make_data(5))
+    assert trainer.state.step == 5 and hears.steps == 10 and hears.ended
+    assert guard.heard.count(hook) == 1 and guard.heard[-1] == "on_fit_end"
+    assert len(guard.heard) <= 4 or hook == "on_fit_end"
+
+
+def test_a_guard_that_fails_over_an_error_does_not_hide_it() -> None:
+    class Wrong(Trainer):
+        def training_step(self, batch: Any) -> Tensor:
+            raise KeyError("the user's own")
+
+    model = make_model()
+    trainer = Wrong(model, torch.optim.SGD(model.parameters(), 0.1), max_steps=5)
+    guard, hears = Breaks("on_exception"), Hears()
+    trainer.listeners = Listeners([guard, hears], guards=[guard])
+    with pytest.warns(RuntimeWarning, match="Breaks failed"), pytest.raises(KeyError, match="the user's own"):
+        trainer.fit(make_data(5))
+    assert hears.ended
+
+
+def test_an_error_in_a_callback_of_the_user_ends_the_run() -> None:
+    trainer = make_trainer(max_steps=5)
+    trainer.listeners = Listeners([Breaks("on_step_end"), Hears()], guards=[])
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(make_data(5))
+
+
+class Odd(nn.Module):
+    """Parameters of every kind that a guard may meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.scalar = nn.Parameter(torch.tensor(1.0))
+        self.waves = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        self.precise = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.coarse = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        self.strided = nn.Parameter(torch.ones(3, 6)[:, ::2])
+        self.counts = nn.Parameter(torch.zeros(3, dtype=torch.long), requires_grad=False)
+        self.table = nn.Embedding(5, 3, sparse=True)
+        self.tied = self.linear.weight
+        self.register_buffer("nothing", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bent = self.strided.sum(0) + self.waves.abs() + self.precise.float() + self.coarse.float()
+        return self.linear(x) * self.scalar + bent + self.empty.sum(0) + self.table(torch.arange(3)).sum(0)
+
+
+def test_parameters_of_any_kind_are_met_without_a_fault_or_a_finding() -> None:
+    class Step(Trainer):
+        def training_step(self, batch: Any) -> Tensor:
+            return F.cross_entropy(self.model(batch[0]), batch[1])
+
+    torch.manual_seed(0)
+    model = Odd()
+    dense = [p for name, p in model.named_parameters() if p.requires_grad and name != "table.weight"]
+    optimizers = {"dense": torch.optim.SGD(dense, 0.1), "table": torch.optim.SparseAdam(model.table.parameters(), 1e-2)}
+    trainer = Step(model, optimizers, max_steps=140, log_every=10)
+    trainer.fit(batches(140))
+    assert trainer.report.findings == []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import functools
+import traceback
+import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -101,6 +103,7 @@ class Listeners:
     """Sends each event to those that override its hook. Worked out once, at construction.
 
     `listeners.on_step_end(state)` calls the overriding hooks in list order. `watch(hook, callback, bound)` may wrap.
+    Those of the callbacks that are `guards` must not harm a run: one that fails is switched off, with a warning.
     A driver calls `choose(state)` at the start of a step: which listeners hear of it.
     """
 
@@ -120,9 +123,14 @@ class Listeners:
     on_exception: Hook
 
     def __init__(
-        self, callbacks: Iterable[Callback] = (), *, watch: Callable[[str, Callback, Hook], Hook] | None = None
+        self,
+        callbacks: Iterable[Callback] = (),
+        *,
+        guards: Iterable[Callback] = (),
+        watch: Callable[[str, Callback, Hook], Hook] | None = None,
     ) -> None:
         self.callbacks = list(callbacks)
+        self._guards = _Guards(guards)
         self._watch = watch
         for callback in self.callbacks:
             if not isinstance(callback, Callback):
@@ -142,7 +150,7 @@ class Listeners:
 
     def with_callbacks(self, callbacks: Iterable[Callback]) -> Listeners:
         """Other listeners, watched as these are."""
-        return Listeners(callbacks, watch=self._watch)
+        return Listeners(callbacks, guards=self._guards.guards, watch=self._watch)
 
     def _fan_out(self, hook: str, *, sampled: bool) -> Hook:
         listening = [c for c in self.callbacks if overrides(c, hook) and (sampled or hook not in c.sampled_hooks)]
@@ -151,9 +159,39 @@ class Listeners:
             bound = [self._watch(hook, c, call) for c, call in zip(listening, bound, strict=True)]
         if not bound:
             return _nothing
-        if len(bound) == 1:
+        if len(bound) == 1 and listening[0] not in self._guards.guards:
             return bound[0]
-        return functools.partial(_call_all if hook in _REACH_ALL else _call_each, tuple(bound))
+        self._guards.calls.append((hook, bound))
+        return functools.partial(_call_all if hook in _REACH_ALL else _call_each, self._guards, bound)
+
+
+class _Guards:
+    """Listeners that watch over a run, which must not suffer from a fault of theirs."""
+
+    def __init__(self, guards: Iterable[Callback]) -> None:
+        self.guards = list(guards)
+        self.calls: list[tuple[str, list[Hook]]] = []
+        """What is called at each event, by hook: a guard that fails is replaced there by nothing."""
+
+    def switch_off(self, call: Hook) -> bool:
+        """Whether `call`, which has just raised, is a guard's: then none of its hooks is called again.
+
+        But for `on_fit_end`, where it takes its hooks off the model.
+        """
+        guard = getattr(call, "__self__", None)
+        if not any(guard is known for known in self.guards):
+            return False
+        for hook, calls in self.calls:
+            for place, other in enumerate(calls):
+                if getattr(other, "__self__", None) is guard and (hook != "on_fit_end" or other is call):
+                    calls[place] = _nothing
+        warnings.warn(
+            f"{type(guard).__name__} failed and is off for the rest of the run, which goes on. That is a fault of "
+            f"safetrain, not of yours; please report it:\n{traceback.format_exc()}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return True
 
 
 def overrides(callback: Callback, hook: str) -> bool:
@@ -161,18 +199,23 @@ def overrides(callback: Callback, hook: str) -> bool:
     return getattr(type(callback), hook) is not getattr(Callback, hook)
 
 
-def _call_each(calls: tuple[Hook, ...], state: RunState) -> None:
+def _call_each(guards: _Guards, calls: list[Hook], state: RunState) -> None:
     for call in calls:
-        call(state)
+        try:
+            call(state)
+        except Exception:
+            if not guards.switch_off(call):
+                raise
 
 
-def _call_all(calls: tuple[Hook, ...], state: RunState) -> None:
+def _call_all(guards: _Guards, calls: list[Hook], state: RunState) -> None:
     """Every hook is called; the first error is raised afterwards. Signal handlers and files must be put back."""
     first: Exception | None = None
     for call in calls:
         try:
             call(state)
         except Exception as error:
-            first = first or error
+            if not guards.switch_off(call):
+                first = first or error
     if first is not None:
         raise first

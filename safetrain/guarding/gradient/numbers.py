@@ -88,10 +88,8 @@ class NumbersGuard(Callback):
             by_device.setdefault(grad.device, []).append((held, tensor, grad))
         with torch.no_grad():
             for entries in by_device.values():
-                norms = torch._foreach_norm([g for _, _, g in entries], float("inf"))
-                self._waiting.append(
-                    (state.current_step, [h.name for h, _, _ in entries], torch.stack([n.float() for n in norms]))
-                )
+                largest = _largest([g for _, _, g in entries])
+                self._waiting.append((state.current_step, [h.name for h, _, _ in entries], largest))
                 every = -(-len(entries) // _MOST_COMPARED)
                 for held, tensor, _ in entries[self._turn % every :: every]:
                     rate = rates.get(id(tensor), 1.0)
@@ -234,3 +232,11 @@ class NumbersGuard(Callback):
         ):
             finding.first_step = first
             self._report.add(finding, step=max(1, state.step))
+
+
+def _largest(grads: list[Tensor]) -> Tensor:
+    """Largest absolute entry of each, on their device: NaN where one is. Float32, shape [len(grads)]."""
+    if grads[0].is_cpu and not any(g.is_complex() for g in grads):  # twenty times as fast there as the infinity norm
+        least, most = zip(*(g.aminmax() for g in grads), strict=True)
+        return torch.maximum(-torch.stack([x.float() for x in least]), torch.stack([x.float() for x in most]))
+    return torch.stack([n.float() for n in torch._foreach_norm(grads, float("inf"))])

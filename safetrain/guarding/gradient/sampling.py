@@ -17,5 +17,5 @@ def is_sample(step: int) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """An ordinary dense tensor: sparse and distributed ones are not measured here."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    """An ordinary dense tensor with entries: sparse and distributed ones are not measured here."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.numel() > 0

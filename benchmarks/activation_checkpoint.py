@@ -4,7 +4,9 @@
 
 Every setting runs in child processes of its own, interleaved over the rounds. Bytes are those of the training at the
 peak of a step: parameters, gradients, optimizer state, batch, and what a step adds, read after every operation. Times
-are the process's CPU seconds, medians. `auto` gets five budgets between the peaks of all blocks recomputing and none.
+are the process's CPU seconds, medians. Children never give freed memory back to the system: whether that happens
+between two blocks is luck of the heap's layout, and its page faults move a step's time by a tenth. `auto` gets five
+budgets between the peaks of all blocks recomputing and none.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -30,6 +33,7 @@ from safetrain.memory import HeapMeter
 VOCABULARY = 96
 SETTLED = 8
 """Steps until `auto` has measured, chosen and confirmed."""
+STEADY_HEAP = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
 BUDGETS = (0.02, 0.25, 0.5, 0.75, 1.05)
 """Where between the least and the most bytes."""
 
@@ -129,7 +133,7 @@ def run(setting: str, arguments: list[str], budget: int | None = None) -> dict[s
     """The result of a child process."""
     extra = ["--budget", str(budget)] if budget else []
     command = [sys.executable, __file__, *arguments, "--child", setting, *extra]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | STEADY_HEAP)
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 

@@ -202,3 +202,19 @@ def test_predictions_come_in_order_without_graphs() -> None:
 
 def test_limit_eval_batches() -> None:
     assert trainer_of(limit_eval_batches=1).evaluate(unequal_batches())["size"] == 6
+
+
+def test_a_to_device_of_the_users_is_used_by_training_and_evaluation() -> None:
+    class Moved(Classifier):
+        moved = 0
+
+        def to_device(self, batch: Any) -> Any:
+            self.moved += 1
+            return batch
+
+    trainer = trainer_of(Moved)
+    assert isinstance(trainer, Moved)
+    trainer.evaluate(make_data(3))
+    assert trainer.moved == 3
+    trainer.fit(make_data(2))
+    assert trainer.moved == 7

@@ -33,6 +33,7 @@ _PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _RANK: dict[CutKind, int] = {
     "reentrant": 0, "no_grad": 1, "rebuilt": 2, "detached": 3, "number": 4, "grad": 5, "no_derivative": 6, "branch": 9,
 }  # fmt: skip
+_HARD = frozenset({"reentrant", "rebuilt", "number", "no_derivative"})
 _next_node = torch._C._autograd._get_sequence_nr
 _MAX_NUMBERS = 4096
 _MAX_LIST = 64
@@ -54,6 +55,11 @@ class Cut:
     """The user's lines that were running, innermost first, for `no_grad`."""
     loss_uses_it: bool = False
     revoked: bool = False
+
+    @property
+    def is_hard(self) -> bool:
+        """No schedule switches it off again; the others may be a late start and need patience."""
+        return self.kind in _HARD or self.op == "data"
 
 
 @dataclass(slots=True)

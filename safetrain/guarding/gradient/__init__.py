@@ -9,13 +9,22 @@ from __future__ import annotations
 
 from safetrain.callbacks.base import Callback
 from safetrain.findings import Report
+from safetrain.guarding.gradient.lost import LostGradientGuard
 from safetrain.guarding.gradient.missing import MissingGradientGuard
 from safetrain.guarding.gradient.numbers import NumbersGuard
 from safetrain.guarding.gradient.sampling import is_sample
 from safetrain.guarding.gradient.stale import StaleGradientGuard
 from safetrain.guarding.gradient.watch import Watch
 
-__all__ = ["MissingGradientGuard", "NumbersGuard", "StaleGradientGuard", "Watch", "gradient_guards", "is_sample"]
+__all__ = [
+    "LostGradientGuard",
+    "MissingGradientGuard",
+    "NumbersGuard",
+    "StaleGradientGuard",
+    "Watch",
+    "gradient_guards",
+    "is_sample",
+]
 
 
 def gradient_guards(report: Report, *, may_look: bool = True, patience: int = 100) -> list[Callback]:
@@ -23,6 +32,7 @@ def gradient_guards(report: Report, *, may_look: bool = True, patience: int = 10
     watch = Watch(report, may_look=may_look)
     return [
         watch,
+        LostGradientGuard(report, watch),  # before the next one: what it explains is no constant term
         MissingGradientGuard(report, watch, patience=patience),
         NumbersGuard(report, watch),
         StaleGradientGuard(report, watch),

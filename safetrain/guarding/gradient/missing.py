@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from safetrain.callbacks.base import STEP_HOOKS, Callback
-from safetrain.findings import Report, SourceLine
+from safetrain.findings import Report
+from safetrain.guarding.gradient.arrivals import Arrivals
 from safetrain.guarding.gradient.watch import Watch
 from safetrain.recording.path_look import PathLook, WhyNoGradient
 from safetrain.rules import gradient as rules
 
 if TYPE_CHECKING:
     from safetrain.state import RunState
-
-
-_HARD_CUTS = frozenset({"reentrant", "rebuilt", "number", "no_derivative"})
-"""Cuts that no schedule switches off again; the others may be a late start and need patience."""
 
 
 class MissingGradientGuard(Callback):
@@ -49,9 +44,7 @@ class MissingGradientGuard(Callback):
         self._joined: set[int] = set()
         self._look_at = 3
         self._looked_for_terms = False
-        self._arrivals: list[torch.utils.hooks.RemovableHandle] = []
-        self._arrived: set[str] = set()
-        self._explained: set[SourceLine | None] = set()
+        self._arrivals = Arrivals()
 
     def on_backward_start(self, state: RunState) -> None:
         if not self._looked_for_terms and state.step < 2:
@@ -73,8 +66,7 @@ class MissingGradientGuard(Callback):
 
     def on_step_end(self, state: RunState) -> None:
         look = self._watch.finished
-        if self._arrivals:
-            self._unhook()
+        self._drop_arrived()
         if look is not None:
             self._take(look, state)
         if not self._pending:
@@ -84,7 +76,8 @@ class MissingGradientGuard(Callback):
         step = state.step
         if step >= self._look_at:
             self._look_at = step + (5 if step < 8 else 12 if step < 20 else self._patience)
-            self._watch_arrivals()
+            for name, (ref, _, _) in self._pending.items():
+                self._arrivals.watch(name, ref())
             self._watch.request_look(state)
         due = [
             name
@@ -95,10 +88,10 @@ class MissingGradientGuard(Callback):
             self._tell(due, state)
 
     def on_exception(self, state: RunState) -> None:
-        self._unhook()
+        self._drop_arrived()
 
     def on_fit_end(self, state: RunState) -> None:
-        self._unhook()
+        self._drop_arrived()
         due = [name for name, (_, since, _) in self._pending.items() if state.step - since + 1 >= self._min]
         if due:
             self._tell(due, state)
@@ -122,33 +115,23 @@ class MissingGradientGuard(Callback):
     def _wait_for(self, verdict: WhyNoGradient | None) -> int:
         if verdict is None or verdict.cut is None:
             return self._patience if verdict is None or verdict.kind != "backward_gave_none" else 5
-        return 2 if verdict.cut.kind in _HARD_CUTS or verdict.cut.op == "data" else self._soft
+        return 2 if verdict.cut.is_hard else self._soft
 
     def _take(self, look: PathLook, state: RunState) -> None:
         if look.saw_a_loss:
             known = set(look.names)
             self._verdicts.update({name: look.why(name) for name in self._pending if name in known})
         cuts = {id(v.cut) for v in self._verdicts.values() if v.cut is not None}
-        self._explained.update(t.source for t in look.terms if id(t.cut) in cuts)  # constant because of P201: one fault
-        terms = [t for t in look.terms if t.source not in self._explained]
+        explained = self._watch.explained
+        explained.update(t.source for t in look.terms if id(t.cut) in cuts)  # constant because of P201: one fault
+        terms = [t for t in look.terms if t.source not in explained]
         self._report.extend(rules.find_constant_terms(terms), step=max(1, state.step))
 
-    def _watch_arrivals(self) -> None:
-        """Does backward bring a parameter nothing in the next step, or is its gradient cleared before we see it?"""
-        for name, (ref, _, _) in self._pending.items():
-            tensor = ref()
-            if tensor is not None and tensor.requires_grad:
-                note = functools.partial(_note_arrival, self._arrived, name)
-                self._arrivals.append(tensor.register_hook(note))  # type: ignore[no-untyped-call]
-
-    def _unhook(self) -> None:
-        for handle in self._arrivals:
-            handle.remove()
-        self._arrivals.clear()
-        for name in self._arrived:
+    def _drop_arrived(self) -> None:
+        """Backward did bring them a gradient: it is cleared before it can be seen."""
+        for name in self._arrivals.stop():
             self._pending.pop(name, None)
             self._verdicts.pop(name, None)
-        self._arrived.clear()
 
     def _tell(self, names: list[str], state: RunState) -> None:
         since = {n: self._pending[n][1] for n in names}
@@ -161,9 +144,3 @@ class MissingGradientGuard(Callback):
         for finding in rules.explain_missing(verdicts, state.model):
             finding.first_step = min(since[n] for n in finding.params)
             self._report.add(finding, step=max(1, state.step))
-
-
-def _note_arrival(arrived: set[str], name: str, grad: Tensor | None) -> None:
-    """Hook of a parameter: backward brought it a gradient."""
-    if grad is not None:
-        arrived.add(name)

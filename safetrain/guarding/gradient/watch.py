@@ -50,6 +50,8 @@ class Watch(Callback):
         """The look that is being taken."""
         self.finished: PathLook | None = None
         """The look that ended with this step; readable in `on_step_end` of the guards that follow."""
+        self.explained: set[SourceLine | None] = set()
+        """Lines of constant terms of the loss whose cut another finding names."""
         self._may_look = may_look
         self._foreign = False
         self._compiled_before = 0

@@ -21,6 +21,7 @@ from safetrain.rules.gradient.freezes import (
     find_ineffective_freezes,
     find_state_dict_freeze,
 )
+from safetrain.rules.gradient.lost import explain_lost
 from safetrain.rules.gradient.missing import (
     explain_missing,
     find_constant_terms,
@@ -65,6 +66,7 @@ __all__ = [
     "GradientEvidence",
     "ZeroCause",
     "biases_before_norm",
+    "explain_lost",
     "explain_missing",
     "find_constant_terms",
     "find_gradient_scale",

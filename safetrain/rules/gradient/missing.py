@@ -76,37 +76,58 @@ def _missing(model: nn.Module, optimizers: Optimizer | Mapping[str, Optimizer] |
 
 def explain_missing(verdicts: Mapping[str, WhyNoGradient | None], model: nn.Module) -> list[Finding]:
     """P201 findings for parameters without gradient, one for each cause: cuts by their line, unused ones by module."""
-    by_cut: dict[int, tuple[Cut, list[str]]] = {}
-    by_kind: dict[str, list[str]] = defaultdict(list)
-    for name, verdict in verdicts.items():
-        if verdict is not None and verdict.cut is not None:
-            by_cut.setdefault(id(verdict.cut), (verdict.cut, []))[1].append(name)
-        else:
-            by_kind["unknown" if verdict is None else verdict.kind].append(name)
-    findings = [_cut_finding(cut, names) for cut, names in by_cut.values()]
+    by_cut, by_kind = group_by_cause(verdicts)
+    findings = [_cut_finding(cut, names) for cut, names in by_cut]
     for kind, names in by_kind.items():
         for module, inside in by_module(model, names).items():
             findings.append(_unused_finding(kind, module, inside, verdicts))
     return findings
 
 
-def _cut_finding(cut: Cut, names: list[str]) -> Finding:
+def group_by_cause(
+    verdicts: Mapping[str, WhyNoGradient | None],
+) -> tuple[list[tuple[Cut, list[str]]], dict[str, list[str]]]:
+    """Parameters by the cut on their path, and those without one by the kind of their verdict ("unknown" for none).
+
+    Operations under one and the same `no_grad` are one cut.
+    """
+    by_cut: dict[object, tuple[Cut, list[str]]] = {}
+    by_kind: dict[str, list[str]] = defaultdict(list)
+    for name, verdict in verdicts.items():
+        if verdict is not None and verdict.cut is not None:
+            by_cut.setdefault(_switch(verdict.cut) or id(verdict.cut), (verdict.cut, []))[1].append(name)
+        else:
+            by_kind["unknown" if verdict is None else verdict.kind].append(name)
+    return list(by_cut.values()), by_kind
+
+
+def cut_cause(cut: Cut) -> tuple[str, str, SourceLine | None]:
+    """Why the path ends there, what to do, and the line to change."""
     why, fix = (text.format(op=cut.op) for text in _CUT_ADVICE[cut.kind])
-    switch = cut.region or no_grad_block(cut.places)
+    switch = _switch(cut)
     line = switch or cut.source
-    source = with_text(line) if line else None
-    at = written(cut.source)
     region = f" (switched off at {written(switch)})" if switch else ""
+    return why + region, fix, with_text(line) if line else None
+
+
+def _switch(cut: Cut) -> SourceLine | None:
+    """Where gradients were switched off for it."""
+    return cut.region or no_grad_block(cut.places)
+
+
+def _cut_finding(cut: Cut, names: list[str]) -> Finding:
+    why, fix, source = cut_cause(cut)
+    at = written(cut.source)
     if cut.kind == "reentrant":
         return reentrant_finding(names, source)
     return GRAD_NONE.finding(
-        f"{listed(names)} got no gradient: the path to the loss is cut at {at}, where {why}{region}. "
+        f"{listed(names)} got no gradient: the path to the loss is cut at {at}, where {why}. "
         "The optimizer steps without ever changing it.",
         source=source,
         params=names,
         module=common_module(names),
         op=cut.op,
-        cause=f"path cut by `{cut.op}` at {at}: {why}{region}",
+        cause=f"path cut by `{cut.op}` at {at}: {why}",
         fix=fix,
     )
 

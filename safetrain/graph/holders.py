@@ -1,4 +1,4 @@
-"""Who holds it: a bounded search from named roots down to the tensors whose graphs outlived their step.
+"""Who holds it: a bounded search from named roots down to the tensors (or nodes) whose graphs outlived their step.
 
 Top-down first: breadth first over `gc.get_referents`, bounded in time and objects, so the answer is the shortest path
 from a name. Only when that finds nothing, `owners` and `climb` look from the tensors upward.
@@ -31,20 +31,21 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from safetrain.graph import paths
-from safetrain.graph.marks import Mark, grad_fn_of
+from safetrain.graph.marks import Mark, grad_fn_of, is_graph_node
 from safetrain.graph.roots import Root, gather_roots, is_user_class
 from safetrain.graph.walk import marks_reached, walk
 from safetrain.source import ended_calls, frame_locals
 
-Wanted = Callable[[Tensor], frozenset[int]]
-"""Which earlier steps a tensor keeps alive; empty when it is of no interest."""
+Wanted = Callable[[Any], frozenset[int]]
+"""Which earlier steps a tensor, or a node that is held by itself, keeps alive; empty when it is of no interest."""
 
 _BIG = 20_000
 """Elements of one container above which only both ends are looked at: leaks append."""
 _END = 2_000
 _LONG_TEXT = 1_024
 """Characters or bytes from which a string is an object to look at."""
-_PLAIN, _TENSOR, _SKIP, _FUNCTION, _FRAME, _CLASS, _ARRAY = range(7)
+_PLAIN, _TENSOR, _NODE, _SKIP, _FUNCTION, _FRAME, _CLASS, _ARRAY = range(8)
+_ENDS = (_TENSOR, _NODE)
 _ATOMS = frozenset(
     {
         type(None), bool, int, float, complex, str, bytes, range, slice, type(...), CodeType, ModuleType,
@@ -60,7 +61,8 @@ class Holder:
     root: Root
     path: list[Any]
     """Objects from the root's value down to the container (or the tensor) that holds."""
-    tensors: list[Tensor]
+    tensors: list[Any]
+    """What is held: tensors, or the nodes themselves (`kept.append(loss.grad_fn)`)."""
     steps: frozenset[int]
     watched: list[Any] = field(default_factory=list)
     """Containers in which another graph would show up."""
@@ -69,7 +71,7 @@ class Holder:
 
     def describe(self) -> str:
         """``local `history` in main() → list[0..41]``."""
-        return paths.describe(self.root.label, self.path, self.tensors)
+        return paths.describe(self.root.label, self.path)
 
     @property
     def name(self) -> str:
@@ -112,8 +114,8 @@ def reaches(marks: Iterable[Mark], limit: int = 4_000) -> Wanted:
     """`Wanted` for marked graphs: the steps of those of `marks` that a tensor's graph reaches back into."""
     own = frozenset(marks)
 
-    def wanted(tensor: Tensor) -> frozenset[int]:
-        return frozenset(mark.step for mark in marks_reached(tensor, limit) if mark in own)
+    def wanted(end: Any) -> frozenset[int]:
+        return frozenset(mark.step for mark in marks_reached(end, limit) if mark in own)
 
     return wanted
 
@@ -147,7 +149,7 @@ class _Search:
         self.parent: dict[int, int] = {}
         self.objects: dict[int, Any] = {}
         self.root_of: dict[int, Root] = {}
-        self.hits: list[tuple[Tensor, frozenset[int]]] = []
+        self.hits: list[tuple[Any, frozenset[int]]] = []
         self.is_complete = True
         self._more_parents: dict[int, list[int]] = {}
         self._wanted = wanted
@@ -173,29 +175,29 @@ class _Search:
             obj = queue.popleft() if queue else big.popleft()
             kind = type(obj)
             category = _category_of(kind)
-            if category == _TENSOR:
+            if category in _ENDS:
                 self._look_at(obj)
             for child in _children(obj, category):
                 if _category_of(type(child)) == _SKIP and not _is_long_text(child):
                     continue
                 if id(child) in self.objects:
-                    if _category_of(type(child)) == _TENSOR:
+                    if _category_of(type(child)) in _ENDS:
                         self._note_parent(child, obj)
                     continue
                 self.objects[id(child)] = child
                 self.parent[id(child)] = id(obj)
                 (big if _size(child) > _BIG else queue).append(child)
 
-    def _look_at(self, tensor: Tensor) -> None:
-        if tensor.requires_grad and grad_fn_of(tensor) is not None:
-            steps = self._wanted(tensor)
+    def _look_at(self, end: Any) -> None:
+        if grad_fn_of(end) is not None:
+            steps = self._wanted(end)
             if steps:
-                self.hits.append((tensor, steps))
+                self.hits.append((end, steps))
 
-    def _note_parent(self, tensor: Tensor, parent: Any) -> None:
+    def _note_parent(self, end: Any, parent: Any) -> None:
         """Another way to a tensor: a loop's own name for it must not hide the container that keeps it."""
-        ways = self._more_parents.setdefault(id(tensor), [])
-        if len(ways) < 4 and self.parent.get(id(tensor)) != id(parent):
+        ways = self._more_parents.setdefault(id(end), [])
+        if len(ways) < 4 and self.parent.get(id(end)) != id(parent):
             ways.append(id(parent))
 
     def paths(self, obj: Any) -> Iterator[list[Any]]:
@@ -247,6 +249,8 @@ def _judge(kind: type) -> int:
         return _SKIP
     if issubclass(kind, Tensor):
         return _TENSOR
+    if is_graph_node(kind):
+        return _NODE
     if kind is FunctionType:
         return _FUNCTION
     if kind is FrameType:
@@ -271,8 +275,8 @@ def _is_long_text(obj: Any) -> bool:
 def _children(obj: Any, category: int) -> Iterable[Any]:
     if category == _PLAIN:
         return gc.get_referents(obj) if _size(obj) <= _BIG else _both_ends(obj)
-    if category == _TENSOR:
-        return _behind_tensor(obj)
+    if category in _ENDS:
+        return _behind(obj)
     if category == _FUNCTION:
         return [*(obj.__closure__ or ()), *(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).values(), obj.__dict__]
     if category == _FRAME:
@@ -284,14 +288,14 @@ def _children(obj: Any, category: int) -> Iterable[Any]:
     return ()
 
 
-def _behind_tensor(tensor: Tensor) -> list[Any]:
+def _behind(end: Any) -> list[Any]:
     """Its hooks and attributes, its gradient, and what hand-written Functions keep on `ctx`."""
-    behind = gc.get_referents(tensor)
-    if tensor.is_leaf:
-        if tensor.grad is not None:
-            behind.append(tensor.grad)
+    behind = [obj for obj in gc.get_referents(end) if _category_of(type(obj)) != _NODE]  # its own: no other holder
+    if _category_of(type(end)) == _TENSOR and end.is_leaf:
+        if end.grad is not None:
+            behind.append(end.grad)
     else:
-        for node in walk([grad_fn_of(tensor)], limit=500).nodes:
+        for node in walk([grad_fn_of(end)], limit=500).nodes:
             if isinstance(getattr(node, "__dict__", None), dict):
                 behind += vars(node).values()
     return behind
@@ -328,25 +332,28 @@ def _group(search: _Search) -> list[Holder]:
     for stem, members, all_steps in _merged(groups.values()):
         root = search.root_of[id(stem[0])]
         containers = list({id(path[-2]): path[-2] for _, path in members[:16] if len(path) > 1}.values())
-        if not isinstance(stem[-1], Tensor):
+        if not _is_end(stem[-1]):
             containers.append(stem[-1])
         by_exception = all(any(issubclass(type(obj), BaseException) for obj in path) for _, path in members)
         tensors = [tensor for tensor, _ in members]
         holders.append(Holder(root, stem, tensors, frozenset(all_steps), containers, by_exception))
     # Of several names for the same graphs, one in a container or an object outlasts a plain local variable.
-    return sorted(
-        holders, key=lambda h: (-len(h.steps), len(h.path) == 1 and isinstance(h.path[0], Tensor), len(h.path))
-    )
+    return sorted(holders, key=lambda h: (-len(h.steps), len(h.path) == 1 and _is_end(h.path[0]), len(h.path)))
+
+
+def _is_end(obj: Any) -> bool:
+    """Whether a graph hangs on the object itself: a tensor or a node."""
+    return _category_of(type(obj)) in _ENDS
 
 
 def _is_one_of_several(obj: Any, container: Any, steps_under: Mapping[int, set[int]]) -> bool:
     """Whether a tensor of a sequence is only a part of what the sequence keeps: a graph may span two steps."""
-    if not isinstance(obj, Tensor) or not isinstance(container, (list, tuple, set, deque)):
+    if not _is_end(obj) or not isinstance(container, (list, tuple, set, deque)):
         return False
     return len(steps_under[id(obj)]) < len(steps_under[id(container)])
 
 
-_Group = tuple[list[Any], list[tuple[Tensor, list[Any]]], set[int]]
+_Group = tuple[list[Any], list[tuple[Any, list[Any]]], set[int]]
 
 
 def _merged(groups: Iterable[_Group]) -> Iterator[_Group]:
@@ -354,7 +361,7 @@ def _merged(groups: Iterable[_Group]) -> Iterator[_Group]:
     by_container: dict[int, list[_Group]] = {}
     for group in groups:
         stem = group[0]
-        alone = isinstance(stem[-1], Tensor) and len(stem) > 1 and isinstance(stem[-2], (dict, list, tuple))
+        alone = _is_end(stem[-1]) and len(stem) > 1 and isinstance(stem[-2], (dict, list, tuple))
         by_container.setdefault(id(stem[-2]) if alone else -id(stem), []).append(group)
     for same in by_container.values():
         if len(same) == 1:
@@ -364,26 +371,22 @@ def _merged(groups: Iterable[_Group]) -> Iterator[_Group]:
             yield same[0][0][:-1], [member for group in same for member in group[1]], steps
 
 
-def graph_owners(wanted: Wanted, *, budget_s: float = 1.0) -> list[Tensor]:
-    """Tensors anywhere in the heap which `wanted` asks for. Reads the whole heap once (0.1 s for a million objects)."""
+def graph_owners(wanted: Wanted, *, budget_s: float = 1.0) -> list[Any]:
+    """Tensors anywhere in the heap which `wanted` asks for, or nodes where there is no such tensor.
+
+    Reads the whole heap once (0.1 s for a million objects).
+    """
     deadline = time.perf_counter() + budget_s
-    owners = []
+    owners: list[Any] = []
     for index, obj in enumerate(gc.get_objects()):
-        kind = type(obj)
-        if (
-            issubclass(kind, Tensor)
-            and not issubclass(kind, FakeTensor)
-            and obj.requires_grad
-            and not obj.is_leaf
-            and wanted(obj)
-        ):
+        if _is_end(obj) and grad_fn_of(obj) is not None and wanted(obj):
             owners.append(obj)
         if index & 4095 == 0 and time.perf_counter() > deadline:
             break
-    return owners
+    return [owner for owner in owners if isinstance(owner, Tensor)] or owners
 
 
-def climb(tensor: Tensor, *, apart_from: Iterable[Any] = (), levels: int = 6, budget_s: float = 1.0) -> list[str]:
+def climb(tensor: Any, *, apart_from: Iterable[Any] = (), levels: int = 6, budget_s: float = 1.0) -> list[str]:
     """Who refers to `tensor`, upward through `gc.get_referrers`, as readable steps. Bounded in levels and time.
 
     `apart_from` are the caller's own containers.

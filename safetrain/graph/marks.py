@@ -230,8 +230,21 @@ def _visit_backwards(objects: list[Any], sentinel: object, see: Callable[[Tensor
     return count, False
 
 
-def grad_fn_of(tensor: Tensor) -> Any:
-    """`tensor.grad_fn` without the detour through a subclass's `__torch_function__`; None where autograd refuses it."""
+def is_graph_node(kind: type) -> bool:
+    """Whether objects of this type are nodes, which keep the graph behind them. A leaf's keeps none."""
+    return hasattr(kind, "next_functions") and hasattr(kind, "_sequence_nr") and kind.__name__ != "AccumulateGrad"
+
+
+def grad_fn_of(tensor: Any) -> Any:
+    """`tensor.grad_fn` without the detour through a subclass's `__torch_function__`; None where autograd refuses it.
+
+    A node stands for itself; None for the `ctx` of a hand-written Function whose node is gone.
+    """
+    if not issubclass(type(tensor), Tensor):
+        try:
+            return tensor if tensor.next_functions else None
+        except RuntimeError:
+            return None
     with torch._C.DisableTorchFunctionSubclass():
         try:
             return tensor.grad_fn

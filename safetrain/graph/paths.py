@@ -11,18 +11,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from safetrain.graph.marks import is_graph_node
 from safetrain.source import frame_locals
 
 _TRANSPARENT_MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 
 
-def describe(label: str, path: Sequence[Any], tensors: Sequence[Tensor]) -> str:
-    """The path as text. `tensors` hang on its last object: their indices are told as a range."""
+def describe(label: str, path: Sequence[Any]) -> str:
+    """The path as text. Of a container at its end, where in it graphs hang is told as a range."""
     steps = [label, *edges(path)]
     last = path[-1]
-    if isinstance(last, Tensor):
+    if isinstance(last, Tensor) or is_graph_node(type(last)):
         return " → ".join(steps)
-    inside = _contents(last, tensors)
+    inside = _contents(last)
     if inside:
         steps.append(inside)
     return " → ".join(steps)
@@ -159,7 +160,7 @@ def _of_container(above: Any, below: Any) -> str | None:
     return None
 
 
-def _contents(container: Any, tensors: Sequence[Tensor]) -> str:
+def _contents(container: Any) -> str:
     """`list[0..41]`: where in the container its graph-carrying tensors (or what holds them) stand."""
     kind = type(container).__name__
     if type(container).__name__ == "_lru_cache_wrapper":
@@ -180,14 +181,13 @@ def _contents(container: Any, tensors: Sequence[Tensor]) -> str:
 
 
 def _carries_graph(value: Any) -> bool:
-    """Whether a value is a tensor with a graph, or a shallow container of some."""
+    """Whether a value is a tensor with a graph, a node, or a shallow container of some."""
     if issubclass(type(value), Tensor):
         return bool(value.requires_grad and not value.is_leaf)
-    if isinstance(value, dict):
-        return any(issubclass(type(v), Tensor) and v.requires_grad for v in list(value.values())[:16])
-    if isinstance(value, (list, tuple)):
-        return any(issubclass(type(v), Tensor) and v.requires_grad for v in value[:16])
-    return False
+    inside = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else []
+    return is_graph_node(type(value)) or any(
+        v.requires_grad if issubclass(type(v), Tensor) else is_graph_node(type(v)) for v in inside[:16]
+    )
 
 
 def named_edges(path: Sequence[Any]) -> list[str]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from safetrain.findings import SourceLine
 from safetrain.graph.holders import Holder
+from safetrain.graph.marks import grad_fn_of, is_graph_node
 from safetrain.source import USER, grade, line_text, user_frame
 from safetrain.source.syntax import tree_of
 
@@ -216,11 +217,14 @@ def _node_number(value: Any) -> int | None:
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        numbers = [n for item in value[:16] if issubclass(type(item), Tensor) and (n := _node_number(item)) is not None]
+        numbers = [n for item in value[:16] if _may_carry(item) and (n := _node_number(item)) is not None]
         return max(numbers, default=None)
-    if not issubclass(type(value), Tensor) or value.is_leaf or not value.requires_grad:
-        return None
-    return int(value.grad_fn._sequence_nr())
+    node = grad_fn_of(value) if _may_carry(value) else None
+    return int(node._sequence_nr()) if node is not None else None
+
+
+def _may_carry(value: Any) -> bool:
+    return issubclass(type(value), Tensor) or is_graph_node(type(value))
 
 
 def _forget_snapshot(frame: FrameType) -> None:

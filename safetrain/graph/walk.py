@@ -50,8 +50,8 @@ def reachable_parameters(loss: Tensor, limit: int = 100_000) -> list[Tensor]:
     return [node.variable for node in walk([grad_fn_of(loss)], limit).nodes if is_leaf_node(node)]
 
 
-def marks_reached(tensor: Tensor, limit: int) -> list[Mark]:
-    """The marks on the nodes of `tensor`'s graph, nearest first."""
+def marks_reached(tensor: Tensor | Any, limit: int) -> list[Mark]:
+    """The marks on the nodes of the graph behind a tensor or a node, nearest first."""
     found = (mark_of(node) for node in walk([grad_fn_of(tensor)], limit).nodes)
     return list(dict.fromkeys(mark for mark in found if mark is not None))
 

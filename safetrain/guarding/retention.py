@@ -102,8 +102,10 @@ class RetentionGuard(Guard):
         put_mark(loss, self._mark)  # in each step: `total += loss` keeps graphs and makes no tensor that a census meets
         if not state.is_sampled:
             return
-        if self._is_first:
+        if self._is_first or is_sampled(state.step):
             self._mark_all(loss)
+        else:
+            self._mark_trunk(loss)
         if sys.exc_info()[1] is not None:
             self._look_at_exception(state)
         if len(self._marks) > 1 and self._marks.alive_before(self._mark.step):
@@ -166,10 +168,23 @@ class RetentionGuard(Guard):
         put_mark(tensor, self._mark)
 
     def _mark_all(self, loss: Tensor) -> None:
-        """Mark the whole graph: a first optimizer step imports so much that a census cannot see this step's tensors."""
+        """Mark the whole graph: who keeps a node of it keeps no tensor that a census could meet.
+
+        And a first optimizer step imports so much that a census cannot see this step's tensors.
+        """
         for node in walk([grad_fn_of(loss)], limit=2_000).nodes:
             if not is_leaf_node(node):  # a leaf's node is shared by the graphs of all steps
                 node.metadata.setdefault(KEY, self._mark)
+
+    def _mark_trunk(self, loss: Tensor) -> None:
+        """Mark the way from a loss to its oldest operation, past residual branches: most of a forward hangs on it."""
+        node = grad_fn_of(loss)
+        for _ in range(_LONGEST_TRUNK):
+            beneath = [n for n, _ in node.next_functions if n is not None and not is_leaf_node(n)] if node else []
+            if not beneath:
+                return
+            node = min(beneath, key=lambda n: n._sequence_nr())
+            node.metadata.setdefault(KEY, self._mark)
 
     # ------------------------------------------------------------------ judging
 
@@ -371,6 +386,8 @@ class _Evaluation:
 
 _WATCHED = 2
 """Steps to watch closely after one in which an earlier graph was alive."""
+_LONGEST_TRUNK = 500
+"""Nodes, of a network without residual branches."""
 _COLLECTED_BATCHES = 5
 """Outputs of so many batches alive at once: a loop's own names keep two."""
 

@@ -227,20 +227,21 @@ def _retained(
     source = stored or storing_line(holder.name, files, attribute=holder.is_attribute)
     per_step = size.bytes / max(1, kept)
     what = f"{kept} graphs of earlier steps" if kept > 1 else "the graph of an earlier step"
+    by_node = not any(isinstance(end, Tensor) for end in holder.tensors)
     if holder.through_exception:
         entry = EXCEPTION
     elif holder.through_grad:
         entry = GRAD
     return entry.finding(
-        f"{holds} keeps {what} alive ({size.describe()})"
-        + (f", about {format_bytes(per_step)} more each step" if kept > 1 else ""),
+        f"{holds} keeps {what} alive {'through their nodes, without any tensor ' if by_node else ''}"
+        f"({size.describe()})" + (f", about {format_bytes(per_step)} more each step" if kept > 1 else ""),
         source=source,
         holder=holds,
         op=type(grad_fn_of(holder.tensors[-1])).__name__,
         pinned_bytes=size.bytes,
         growth_bytes_per_step=per_step if kept > 1 else None,
         cause=None if made is None else f"the tensor was made at {made.file}:{made.line}: {made.text}",
-        fix=_FIXES.get(entry.code) or detach_fix(source),
+        fix=_FIXES.get(entry.code) or (_KEEP_NO_NODE if by_node else detach_fix(source)),
     )
 
 
@@ -253,8 +254,13 @@ _FIXES = {
 }
 
 
-def measure(tensors: Iterable[Tensor], model: nn.Module | None) -> Pinned:
-    """What the graphs behind `tensors` pin, parameters and buffers apart."""
+_KEEP_NO_NODE = (
+    "keep what is needed of the node (`node.name()`, a number), not the node: it keeps all of the graph behind it"
+)
+
+
+def measure(tensors: Iterable[Tensor | Any], model: nn.Module | None) -> Pinned:
+    """What the graphs behind `tensors` (or nodes) pin, parameters and buffers apart."""
     nodes = walk([grad_fn_of(tensor) for tensor in tensors], limit=50_000).nodes
     return pinned(nodes, owned_tensors(model))
 
@@ -395,14 +401,14 @@ def _line_of_create_graph() -> SourceLine | None:
 # ---------------------------------------------------------------------- G106
 
 
-def find_cycle(wanted: Wanted) -> tuple[list[Tensor], list[str]]:
-    """Tensors that keep the marked graphs alive though no name leads to them, and who refers to the first one."""
+def find_cycle(wanted: Wanted) -> tuple[list[Any], list[str]]:
+    """Tensors or nodes that keep the marked graphs alive though no name leads to them; who refers to the first one."""
     owners = graph_owners(wanted)
     return owners, climb(owners[0], apart_from=[owners]) if owners else []
 
 
 def graph_cycle(
-    owners: Sequence[Tensor],
+    owners: Sequence[Any],
     chain: Sequence[str],
     model: nn.Module | None,
     *,
@@ -458,8 +464,8 @@ def find_carried_state(
     behind = set(map(id, beneath))
     own = grad_fn_of(loss)
 
-    def wanted(tensor: Tensor) -> frozenset[int]:
-        node = grad_fn_of(tensor)
+    def wanted(end: Any) -> frozenset[int]:
+        node = grad_fn_of(end)
         if node is own:
             return frozenset()
         if id(node) in behind:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from safetrain import Finding, Trainer
+from safetrain import Finding, Trainer, watch
 from safetrain.rules.hooks import count_hooks, find_piling_hooks
 
 
@@ -168,3 +168,183 @@ def test_the_judge_works_in_a_bare_loop() -> None:
         samples.append((step, count_hooks(model)))
     (finding,) = find_piling_hooks(samples)
     assert finding.holder == "model.0._forward_hooks"
+
+
+# ---------------------------------------------------------------------- modules outside the model
+
+
+def frozen_features() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).requires_grad_(False)
+
+
+KEPT_APART = frozen_features()
+"""A module that only this file's globals hold."""
+
+
+class Perceptual(Trainer):
+    """Compares features of a frozen network, which it taps anew in every step."""
+
+    def __init__(self, *args: Any, removes: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.vgg, self.removes = frozen_features(), removes
+
+    def training_step(self, x: Any) -> Any:
+        tap = Tap(self.vgg[0])
+        self.vgg(self.model(x))
+        loss = tap.output.square().mean()
+        if self.removes:
+            tap.handle.remove()
+        return loss
+
+
+@pytest.mark.parametrize("removes", [False, True])
+@pytest.mark.parametrize("steps", [6, 80])
+def test_a_frozen_network_of_the_trainer_is_tapped_in_every_step(removes: bool, steps: int) -> None:
+    model = perceptron()
+    trainer = Perceptual(model, torch.optim.SGD(model.parameters(), 0.01), max_steps=steps, removes=removes)
+    trainer.fit([torch.randn(4, 6) for _ in range(steps)])
+    found = [f for f in trainer.report.findings if f.severity != "note"]
+    if removes:
+        assert found == []
+        return
+    (finding,) = found
+    assert (finding.code, finding.first_step) == ("G113", 4)
+    assert finding.holder == "trainer.vgg.0._forward_hooks" and finding.module is None
+    assert finding.source is not None and finding.source.text == "self.handle = layer.register_forward_hook(self)"
+
+
+def of_a_closure() -> tuple[Callable[[nn.Module, Any], Any], str]:
+    teacher = frozen_features()
+
+    def loss(model: nn.Module, x: Any) -> Any:
+        tap = Tap(teacher[2])
+        teacher(model(x))
+        return tap.output.square().mean()
+
+    return loss, "teacher.2._forward_hooks"
+
+
+def of_a_global() -> tuple[Callable[[nn.Module, Any], Any], str]:
+    def loss(model: nn.Module, x: Any) -> Any:
+        KEPT_APART[2].register_forward_pre_hook(lambda module, args: None)
+        return KEPT_APART(model(x)).square().mean()
+
+    return loss, "KEPT_APART.2._forward_pre_hooks"
+
+
+def that_begins_late() -> tuple[Callable[[nn.Module, Any], Any], str]:
+    steps = iter(range(1000))
+
+    def loss(model: nn.Module, x: Any) -> Any:
+        if next(steps) > 20:
+            KEPT_APART[0].register_full_backward_hook(lambda *_: None)
+        return KEPT_APART(model(x)).square().mean()
+
+    return loss, "KEPT_APART.0._backward_hooks"
+
+
+def bare_loop(loss: Callable[[nn.Module, Any], Any], steps: int = 80) -> list[Finding]:
+    model = perceptron()
+    with watch(stream=None) as watched:
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss(model, torch.randn(4, 6)).backward()
+            optimizer.step()
+    assert watched.trouble == []
+    return [f for f in watched.findings if f.code == "G113"]
+
+
+@pytest.mark.parametrize("fault", [of_a_closure, of_a_global, that_begins_late])
+def test_in_a_bare_loop_it_is_met_wherever_it_is_kept(fault: Callable[[], Any]) -> None:
+    loss, holder = fault()
+    (finding,) = bare_loop(loss)
+    assert finding.holder == holder and finding.last_step == (68 if fault is that_begins_late else 4)
+    assert finding.source is not None and "register_" in finding.source.text
+
+
+def once_each() -> Callable[[nn.Module, Any], Any]:
+    """Each layer of a teacher is tapped when it is first needed, one a step."""
+    teacher = nn.Sequential(*[nn.Linear(6, 6) for _ in range(8)]).requires_grad_(False)
+    waiting = list(teacher)
+
+    def loss(model: nn.Module, x: Any) -> Any:
+        if waiting:
+            Tap(waiting.pop())
+        return teacher(model(x)).square().mean()
+
+    return loss
+
+
+def new_each_step() -> Callable[[nn.Module, Any], Any]:
+    def loss(model: nn.Module, x: Any) -> Any:
+        teacher = frozen_features()
+        tap = Tap(teacher[0])
+        return teacher(model(x)).square().mean() + 0 * tap.output.mean()
+
+    return loss
+
+
+def the_old_one_goes() -> Callable[[nn.Module, Any], Any]:
+    teacher, taps = frozen_features(), []
+
+    def loss(model: nn.Module, x: Any) -> Any:
+        taps.append(Tap(teacher[0]))
+        if len(taps) > 1:
+            taps.pop(0).handle.remove()
+        return teacher(model(x)).square().mean()
+
+    return loss
+
+
+def removed_by_a_block() -> Callable[[nn.Module, Any], Any]:
+    teacher = frozen_features()
+
+    def loss(model: nn.Module, x: Any) -> Any:
+        with teacher[0].register_forward_hook(lambda *_: None):
+            return teacher(model(x)).square().mean()
+
+    return loss
+
+
+def a_copy_each_step() -> Callable[[nn.Module, Any], Any]:
+    """The teacher is renewed from the model, hook and all."""
+    teacher = [frozen_features()]
+
+    def loss(model: nn.Module, x: Any) -> Any:
+        Tap(teacher[0][0])
+        loss = teacher[0](model(x)).square().mean()
+        teacher[0] = frozen_features()
+        return loss
+
+    return loss
+
+
+def once_at_the_start() -> Callable[[nn.Module, Any], Any]:
+    teacher = frozen_features()
+    taps = [Tap(layer) for layer in teacher]
+
+    def loss(model: nn.Module, x: Any) -> Any:
+        return teacher(model(x)).square().mean() + 0 * taps[0].output.mean()
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    "program", [once_each, new_each_step, the_old_one_goes, removed_by_a_block, a_copy_each_step, once_at_the_start]
+)
+def test_hooks_of_other_modules_that_do_not_pile_up(program: Callable[[], Any]) -> None:
+    assert bare_loop(program()) == []
+    loss = program()
+    assert findings_of(lambda trainer, x: loss(trainer.model, x), perceptron(), steps=80) == []
+
+
+def test_torch_has_its_own_methods_between_the_samples() -> None:
+    original, seen = nn.Module.register_forward_hook, []
+
+    def step(trainer: Trainer, x: Any) -> Any:
+        seen.append(nn.Module.register_forward_hook is original)
+        return (trainer.model(x) - x).square().mean()
+
+    assert findings_of(step, perceptron(), steps=80) == []
+    assert [i + 1 for i, own in enumerate(seen) if not own] == [2, 3, 66, 67]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+import weakref
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from torch.optim import Optimizer
 
 from safetrain.callbacks.base import Callback
 from safetrain.findings import Report, SourceLine
+from safetrain.foreign.naming import visible_names
 from safetrain.rules.hooks import HookCounts, count_hooks, find_piling_hooks, hook_owners
 from safetrain.source import user_line, with_text
 
@@ -21,11 +24,14 @@ _EVERY, _EVERY_LATER, _LATER = 64, 256, 512
 _AT = (1, 2, 3, 4)
 """Steps of every 64 (later 256) after which hooks are counted: four in a row, so a first rise is told by step four."""
 
-_REGISTER: dict[tuple[type, str], str] = {
+_OF_MODULES: dict[tuple[type, str], str] = {
     (nn.Module, "register_forward_hook"): "_forward_hooks",
     (nn.Module, "register_forward_pre_hook"): "_forward_pre_hooks",
     (nn.Module, "register_full_backward_hook"): "_backward_hooks",
     (nn.Module, "register_full_backward_pre_hook"): "_backward_pre_hooks",
+}
+_OF_ALL: dict[tuple[type, str], str] = {
+    **_OF_MODULES,
     (Tensor, "register_hook"): "_backward_hooks",
     (Tensor, "register_post_accumulate_grad_hook"): "_post_accumulate_grad_hooks",
     (Optimizer, "register_step_pre_hook"): "_optimizer_step_pre_hooks",
@@ -35,13 +41,18 @@ _REGISTER: dict[tuple[type, str], str] = {
 
 
 class HookGuard(Callback):
-    """G113. About 1 µs a module, in four steps of every 64."""
+    """G113. About 1 µs a module, in four steps of every 64.
+
+    Modules that are not the model's (a teacher, a feature extractor, wherever it is kept) are met as they are given a
+    hook: for three steps of those four, registration is listened to.
+    """
 
     sampled_hooks = frozenset({"on_step_end"})
 
     def __init__(self, report: Report) -> None:
         self._report = report
         self._samples: list[tuple[int, HookCounts]] = []
+        self._outside: list[tuple[int, dict[tuple[int, str], int]]] = []
         self._told: set[str] = set()
         self._watch: _RegistrationWatch | None = None
 
@@ -50,61 +61,138 @@ class HookGuard(Callback):
         if place not in _AT:
             return
         if place == _AT[0]:
+            self._stop_watching()
             self._samples.clear()
+            self._outside.clear()
+            self._watch = _RegistrationWatch(_OF_MODULES, lines=False)
+        elif self._watch is not None:
+            self._outside.append((state.step, self._watch.counts(state.model)))
         self._samples.append((state.step, count_hooks(state.model, state.optimizers)))
-        suspects = find_piling_hooks([self._samples[0], *self._samples[-2:]]) if len(self._samples) == 3 else []
-        if suspects and self._watch is None:
-            self._watch = _RegistrationWatch()
+        if place == _AT[-2]:
+            self._look_closer()
         elif place == _AT[-1]:
-            lines = self._stop_watching(state)
-            for finding in find_piling_hooks(self._samples, lines=lines):
-                if finding.holder not in self._told:
-                    self._told.add(finding.holder or "")
-                    self._report.add(finding, step=state.step)
+            self._judge(state)
+
+    def _look_closer(self) -> None:
+        """Have the lines of the next step's registrations noted, if hooks have risen so far."""
+        watch = self._stop_watching()
+        rise = len(self._samples) == 3 and find_piling_hooks(self._samples)
+        counts = [counts for _, counts in self._outside]
+        outside = len(counts) == 2 and any(counts[1].get(key, 0) > count for key, count in counts[0].items())
+        if rise or outside:
+            self._watch = _RegistrationWatch(_OF_ALL, lines=True, known=watch)
+
+    def _judge(self, state: RunState) -> None:
+        watch = self._stop_watching()
+        if watch is None:
+            return
+        findings = find_piling_hooks(self._samples, lines=watch.lines_of(hook_owners(state.model, state.optimizers)))
+        rising = _rising(self._outside)
+        if rising:
+            owners = [(_name_of(m), m, _KINDS) for key in rising if (m := watch.owner(key)) is not None]
+            names = {id(m): name for name, m, _ in owners}
+            counts = [
+                (step, {(names[k], kind): n for (k, kind), n in of.items() if k in names}) for step, of in self._outside
+            ]
+            findings += find_piling_hooks(counts, lines=watch.lines_of(owners))
+        for finding in findings:
+            if finding.holder not in self._told:
+                self._told.add(finding.holder or "")
+                self._report.add(finding, step=state.step)
 
     def on_exception(self, state: RunState) -> None:
-        self._stop_watching(state)
+        self._stop_watching()
 
     def on_fit_end(self, state: RunState) -> None:
-        self._stop_watching(state)
+        self._stop_watching()
 
-    def _stop_watching(self, state: RunState) -> dict[tuple[str, str], SourceLine]:
-        if self._watch is None:
-            return {}
+    def _stop_watching(self) -> _RegistrationWatch | None:
         watch, self._watch = self._watch, None
-        watch.remove()
-        return watch.lines(state)
+        if watch is not None:
+            watch.remove()
+        return watch
+
+
+_KINDS = tuple(_OF_MODULES.values())
+
+
+def _rising(samples: list[tuple[int, dict[tuple[int, str], int]]]) -> list[tuple[int, str]]:
+    """Of modules outside the model, those with more hooks after each of three steps."""
+    if len(samples) < 3:
+        return []
+    (_, first), (_, second), (_, third) = samples
+    return [key for key, n in third.items() if first.get(key, n) < second.get(key, 0) < n]
+
+
+def _name_of(module: nn.Module) -> str:
+    """The user's name for a module, as far as running frames show one; else its class."""
+    for name, value in visible_names(sys._getframe(1)):
+        if issubclass(type(value), nn.Module):
+            for inner, candidate in value.named_modules():
+                if candidate is module:
+                    return f"{name}.{inner}" if inner else name
+    return f"a {type(module).__name__}"
 
 
 class _RegistrationWatch:
-    """Notes the user's line of each hook registration, until removed."""
+    """Notes which module, parameter or optimizer is given a hook, and with `lines` by which of the user's lines.
 
-    def __init__(self) -> None:
-        self._seen: dict[tuple[int, str], SourceLine] = {}
-        self._originals: dict[tuple[type, str], Callable[..., Any]] = {at: getattr(*at) for at in _REGISTER}
-        for at, original in self._originals.items():
-            setattr(*at, self._noting(original, _REGISTER[at]))
+    Until removed. `known`: the watch before it, whose owners count too.
+    """
+
+    def __init__(
+        self, methods: dict[tuple[type, str], str], *, lines: bool, known: _RegistrationWatch | None = None
+    ) -> None:
+        self._owners: dict[tuple[int, str], weakref.ref[Any]] = dict(known._owners) if known is not None else {}
+        self._lines: dict[tuple[int, str], SourceLine] = {}
+        self._takes_lines = lines
+        self._originals: dict[tuple[type, str], Callable[..., Any]] = {at: getattr(*at) for at in methods}
+        self._wrappers = {at: self._noting(original, methods[at]) for at, original in self._originals.items()}
+        for at, wrapper in self._wrappers.items():
+            setattr(*at, wrapper)
 
     def _noting(self, original: Callable[..., Any], kind: str) -> Callable[..., Any]:
         @functools.wraps(original)
         def register(owner: Any, *args: Any, **kwargs: Any) -> Any:
-            line = user_line()
+            key = (id(owner), kind)
+            if isinstance(owner, nn.Module):
+                self._owners[key] = weakref.ref(owner)
+            line = user_line() if self._takes_lines else None
             if line is not None:
-                self._seen[id(owner), kind] = line
+                self._lines[key] = line
             return original(owner, *args, **kwargs)
 
         return register
 
-    def lines(self, state: RunState) -> dict[tuple[str, str], SourceLine]:
+    def owner(self, key: tuple[int, str]) -> Any:
+        """The module, None once it is gone."""
+        ref = self._owners.get(key)
+        return ref() if ref is not None else None
+
+    def counts(self, model: nn.Module) -> dict[tuple[int, str], int]:
+        """How many hooks the modules now have that were given one and are not inside `model`, by (id, kind)."""
+        if not self._owners:
+            return {}
+        inside = {id(module) for module in model.modules()}
+        return {
+            key: len(getattr(owner, key[1]))
+            for key in self._owners
+            if key[0] not in inside and (owner := self.owner(key)) is not None
+        }
+
+    def lines_of(self, owners: Iterable[tuple[str, Any, tuple[str, ...]]]) -> dict[tuple[str, str], SourceLine]:
         """By (owner's name, kind)."""
+        if not self._lines:
+            return {}
         return {
             (name, kind): with_text(line)
-            for name, owner, kinds in hook_owners(state.model, state.optimizers)
+            for name, owner, kinds in owners
             for kind in kinds
-            if (line := self._seen.get((id(owner), kind))) is not None
+            if (line := self._lines.get((id(owner), kind))) is not None
         }
 
     def remove(self) -> None:
-        """Put torch's own methods back."""
+        """Put torch's own methods back, but where somebody has wrapped them since."""
         for at, original in self._originals.items():
-            setattr(*at, original)
+            if getattr(*at) is self._wrappers[at]:
+                setattr(*at, original)

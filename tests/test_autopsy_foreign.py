@@ -50,6 +50,32 @@ def main():
 main()
 """,
     ),
+    "a running centre that reaches the loss a step later": (
+        "G122",
+        HEAD
+        + """
+class Distil(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 4))
+        self.register_buffer("center", torch.zeros(1, 4))
+    def forward(self, a, b):
+        p, q = self.net(a), self.net(b)
+        target = F.softmax(q.detach() - self.center, dim=1)
+        loss = -(target * F.log_softmax(p, dim=1)).sum(1).mean()
+        self.center = 0.9 * self.center + 0.1 * q.mean(0, keepdim=True)  # HERE
+        return loss
+def main():
+    model = Distil()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for xb, _ in loader:
+        loss = model(xb, xb + 0.1)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+main()
+""",
+    ),
     "features shared by two losses": (
         "G121",
         HEAD

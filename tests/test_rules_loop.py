@@ -777,6 +777,74 @@ def test_the_line_that_kept_the_live_weights() -> None:
     assert source is not None and source.text.startswith("self.the_best_ones = ")
 
 
+class Best:
+    """What people keep, in ways that do and do not copy."""
+
+    def __init__(self) -> None:
+        self.score = -1.0
+        self.best_params: Any = None
+        self.best_model: Any = None
+        self.named_best: Any = None
+        self.groups: Any = None
+
+    def keep(self, model: nn.Module, what: str) -> None:
+        if self.score < 0:
+            self.score = 1.0
+            if what == "data":
+                self.best_params = [p.data for p in model.parameters()]
+            elif what == "copied data":
+                self.best_params = [p.data.clone() for p in model.parameters()]
+            elif what == "names":
+                self.named_best = dict(model.named_parameters())
+            elif what == "groups":
+                self.groups = [p.data for p in model.parameters()]
+        if what == "model" and self.score > 0:
+            self.best_model = model
+        if what == "copied model" and self.score > 0:
+            self.best_model = copy.deepcopy(model)
+
+
+class Starts:
+    """The best so far is the first one, until there is a better one: nothing says that it is meant as a copy."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.first_best = model
+
+
+def kept(what: str) -> Report:
+    model, report = make("mlp"), Report()
+    best, starts = Best(), Starts(model)
+
+    class Keeps(Trainer):
+        def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            best.keep(self.model, what)
+            return mean_loss(self.model, *batch)
+
+    guard = SnapshotGuard(report, lambda: [("best", best), ("starts", starts)])
+    data = [batch(model) for _ in range(3)]
+    Keeps(model, sgd(model), max_steps=9, eval_every=3, guards="off", callbacks=[guard]).fit(data, data)
+    return report
+
+
+@pytest.mark.parametrize(
+    ("what", "holder", "line"),
+    [
+        ("data", "best.best_params", None),  # two statements bind that name here
+        ("names", "best.named_best", "self.named_best = dict("),
+        ("model", "best.best_model", "self.best_model = model"),
+    ],
+)
+def test_the_best_weights_or_model_without_a_copy(what: str, holder: str, line: str | None) -> None:
+    finding = only(kept(what), "L514")
+    assert finding.holder == holder
+    assert (finding.source and finding.source.text.startswith(line)) if line else finding.source is None
+
+
+@pytest.mark.parametrize("what", ["copied data", "copied model", "groups"])
+def test_copies_and_working_lists_are_innocent(what: str) -> None:
+    assert kept(what).findings == []
+
+
 # ---------------------------------------------------------------------- healthy loops of every kind
 
 

@@ -415,7 +415,7 @@ class SnapshotGuard(Callback):
 
     def __init__(self, report: Report, holders: Holders) -> None:
         self._report, self._holders = report, holders
-        self._seen: dict[str, tuple[int, int]] = {}
+        self._seen: dict[str, tuple[rules.Alias, int]] = {}
         self._told: set[str] = set()
         self._fresh = False
 
@@ -438,7 +438,8 @@ class SnapshotGuard(Callback):
                 continue
             if known is not None and known[0] == key and known[1] < state.step:
                 self._told.add(path)
-                self._report.add(rules.aliased_finding(path, rules.line_of_snapshot(path)), step=max(1, state.step))
+                finding = rules.aliased_finding(path, rules.line_of_snapshot(path), is_model=key.is_model)
+                self._report.add(finding, step=max(1, state.step))
             elif known is None or known[0] != key:
                 self._seen[path] = (key, state.step)
                 self._fresh = True

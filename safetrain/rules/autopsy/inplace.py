@@ -188,9 +188,12 @@ def _step_before_backward(failure: Failure, parameter: Tensor) -> tuple[SourceLi
         statement = syntax.statement_at(filename, line)
         if statement is None:
             continue
-        lines = syntax.lines_where(
-            filename, lambda n: syntax.is_call_of(n, "step", "optimizer_step"), inside=syntax.scope_of(statement)
-        )
+        scope = syntax.scope_of(statement)
+
+        def steps(node: ast.AST, scope: ast.AST = scope) -> bool:  # a function defined above is not run above
+            return syntax.is_call_of(node, "step", "optimizer_step") and syntax.scope_of(node) is scope
+
+        lines = syntax.lines_where(filename, steps, inside=scope)
         before = [s for s in lines if s.line < line and _steps_parameter(s, frame, parameter)]
         if before:
             called = re.search(r"[\w.\[\]'\"]+\.(?:step|optimizer_step)\([^)]*\)", before[-1].text)

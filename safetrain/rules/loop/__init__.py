@@ -37,9 +37,11 @@ from safetrain.rules.loop.modes import (
     ModeLeft,
     TrainModeInEval,
     find_changed_modes,
+    find_parts_in_eval,
     find_train_mode_in_eval,
     mode_dependent,
     mode_finding,
+    part_finding,
 )
 from safetrain.rules.loop.norms import (
     BufferMarks,
@@ -53,6 +55,7 @@ from safetrain.rules.loop.order import (
     SameOrder,
 )
 from safetrain.rules.loop.resume import (
+    Alias,
     ResumeGaps,
     aliased_finding,
     find_aliased_snapshots,
@@ -85,6 +88,7 @@ __all__ = [
     "SAME_ORDER",
     "SHORT_WINDOW",
     "TRAIN_IN_EVAL",
+    "Alias",
     "BufferMarks",
     "ClearedTooEarly",
     "CompileCounts",
@@ -104,6 +108,7 @@ __all__ = [
     "find_compile_trouble",
     "find_frozen_but_moving",
     "find_loop_faults",
+    "find_parts_in_eval",
     "find_train_mode_in_eval",
     "line_of_snapshot",
     "loop_judges",
@@ -111,6 +116,7 @@ __all__ = [
     "mark_buffers",
     "mode_dependent",
     "mode_finding",
+    "part_finding",
     "read_compile_counts",
     "recompute_finding",
     "reentrant_finding",

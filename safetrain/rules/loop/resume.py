@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from safetrain.findings import Finding, SourceLine
 from safetrain.foreign.events import LoopEvent
@@ -20,7 +22,14 @@ from safetrain.rules.loop.catalogue import (
     text_of,
 )
 from safetrain.source.reading import reads_key, user_files
-from safetrain.source.syntax import is_call_of, lines_where
+from safetrain.source.syntax import called_name, is_call_of, lines_where
+
+
+class Alias(NamedTuple):
+    """Something kept that is the live model's: identity, and whether it is the model itself."""
+
+    id: int
+    is_model: bool = False
 
 
 class ResumeGaps:
@@ -138,60 +147,124 @@ def resume_finding(
     )
 
 
-def find_aliased_snapshots(model: nn.Module, holders: Iterable[tuple[str, Any]]) -> dict[str, int]:
-    """Kept dicts of tensors that share memory with the model's own, as path → id, looking two levels into `holders`.
+def find_aliased_snapshots(model: nn.Module, holders: Iterable[tuple[str, Any]]) -> dict[str, Alias]:
+    """Kept tensors that share memory with the model's own, by path, looking two levels into `holders`.
 
-    A dict that is found again after the model has trained is a fault (see `aliased_finding`): what was kept as the best
+    They are dicts of tensors, lists of them by a name like `backup`, and the model by a name like `best_model`.
+    What is found again after the model has trained is a fault (see `aliased_finding`): what was kept as the best
     weights are the current ones. No host sync.
     """
     live = {
         t.untyped_storage().data_ptr()
         for t in (*model.parameters(), *model.buffers())
-        if t.device.type != "meta" and t.layout is torch.strided and t.numel()
+        if not is_lazy(t) and t.device.type != "meta" and t.layout is torch.strided and t.numel()
     }
-    found: dict[str, int] = {}
+    found: dict[str, Alias] = {}
     for path, holder in holders:
         _search_aliases(path, holder, live, found, 2)
     return found
 
 
-def _search_aliases(path: str, value: Any, live: set[int], found: dict[str, int], depth: int) -> None:
-    if issubclass(type(value), dict):
-        tensors = [t for t in list(value.values())[:8] if type(t) is Tensor]
-        if tensors and all(_shares(t, live) for t in tensors):
-            found[path] = id(value)
+def _search_aliases(path: str, value: Any, live: set[int], found: dict[str, Alias], depth: int) -> None:
+    if issubclass(type(value), nn.Module):
+        parameters = list(itertools.islice(value.parameters(), 4))
+        if "best" in _words(path) and _are_live(parameters, live) and _line_of_kept_model(path) is not None:
+            found[path] = Alias(id(value), is_model=True)
+    elif issubclass(type(value), dict):
+        tensors = [t for t in list(value.values())[:8] if isinstance(t, Tensor)]
+        if _are_kept(path, tensors, live):
+            found[path] = Alias(id(value))
         elif depth and len(value) <= 64:
             for key, item in list(value.items()):
                 _search_aliases(f"{path}[{key!r}]", item, live, found, depth - 1)
     elif depth and type(value) in (list, tuple):
+        if value and _words(path) & _KEPT_VALUES and all(type(t) is Tensor for t in value[:8]):
+            if _are_live(list(value[:8]), live):
+                found[path] = Alias(id(value))
+            return
         for i, item in enumerate(value[:16]):
             _search_aliases(f"{path}[{i}]", item, live, found, depth - 1)
-    elif depth and hasattr(value, "__dict__") and not issubclass(type(value), (nn.Module, type)):
+    elif depth and hasattr(value, "__dict__") and not issubclass(type(value), type):
         for key, item in list(vars(value).items())[:64]:
             _search_aliases(f"{path}.{key}", item, live, found, depth - 1)
 
 
+_KEPT_PARAMETERS = frozenset({"best", "backup", "snapshot"})
+_KEPT_VALUES = _KEPT_PARAMETERS | {"saved", "prev", "previous", "original", "initial"}
+"""Words of a name whose values are not meant to move. Parameters by the name `old` may be a group for an optimizer."""
+
+
+def _words(path: str) -> set[str]:
+    """Those of a path's last name, subscripts left out: {"best", "params"} for ``keeper.best_params[0]``."""
+    name = re.sub(r"\[.*?\]", "", path).rpartition(".")[2]
+    return set(re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()))
+
+
+def _are_kept(path: str, tensors: list[Tensor], live: set[int]) -> bool:
+    """Whether a dict's tensors are the live ones: those of a `state_dict()`, or parameters by a name that says kept."""
+    is_state = all(type(t) is Tensor and not t.requires_grad for t in tensors)
+    return (is_state or bool(_words(path) & _KEPT_PARAMETERS)) and _are_live(tensors, live)
+
+
+def _are_live(tensors: list[Tensor], live: set[int]) -> bool:
+    return bool(tensors) and all(_shares(t, live) for t in tensors)
+
+
 def line_of_snapshot(path: str) -> SourceLine | None:
     """The one statement of the user's files that binds the path's last name to a `state_dict()` or named tensors."""
-    names_of_path = re.findall(r"(\.?)([A-Za-z_]\w*)", re.sub(r"\[.*?\]", "", path))
-    if not names_of_path:
+    last = _last_name(path)
+    if last is None:
         return None
-    dot, name = names_of_path[-1]
 
     def binds(node: ast.AST) -> bool:
         return (
             isinstance(node, ast.Assign)
-            and any(names(target, name, bool(dot)) for target in flat_targets(node.targets))
-            and any(is_call_of(inner, "state_dict", "named_parameters", "named_buffers") for inner in ast.walk(node))
+            and any(names(target, *last) for target in flat_targets(node.targets))
+            and any(is_call_of(inner, *_GIVE_LIVE_TENSORS) for inner in ast.walk(node))
         )
 
     lines = [line for filename in user_files() for line in lines_where(filename, binds)]
-    return lines[0] if len(lines) == 1 else None
+    return lines[0] if len(lines) == 1 else _line_of_kept_model(path)
+
+
+def _last_name(path: str) -> tuple[str, bool] | None:
+    """Of a path: its last name, and whether that is an attribute."""
+    names_of_path = re.findall(r"(\.?)([A-Za-z_]\w*)", re.sub(r"\[.*?\]", "", path))
+    return (names_of_path[-1][1], bool(names_of_path[-1][0])) if names_of_path else None
+
+
+def _line_of_kept_model(path: str) -> SourceLine | None:
+    """The statement that binds the path's last name to a plain name under an `if`: `best_model = model`.
+
+    Not one beside which something is saved: a file is the copy then.
+    """
+    last = _last_name(path)
+
+    def binds(statement: ast.Assign) -> bool:
+        values = statement.value.elts if isinstance(statement.value, ast.Tuple) else [statement.value]
+        pairs = zip(flat_targets(statement.targets), values, strict=False)
+        return last is not None and any(names(t, *last) and isinstance(v, (ast.Name, ast.Attribute)) for t, v in pairs)
+
+    def keeps(node: ast.AST) -> bool:
+        around = getattr(node, "parent", None)
+        return (
+            isinstance(node, ast.Assign)
+            and isinstance(around, ast.If)
+            and binds(node)
+            and any(isinstance(inner, ast.Compare) for inner in ast.walk(around.test))
+            and not any("save" in called_name(call) for call in ast.walk(around) if isinstance(call, ast.Call))
+        )
+
+    lines = [line for filename in user_files() for line in lines_where(filename, keeps)]
+    return lines[0] if lines else None
+
+
+_GIVE_LIVE_TENSORS = ("state_dict", "named_parameters", "named_buffers", "parameters", "buffers")
 
 
 def _shares(tensor: Tensor, live: set[int]) -> bool:
     try:
-        return not tensor.requires_grad and tensor.untyped_storage().data_ptr() in live
+        return not is_lazy(tensor) and tensor.untyped_storage().data_ptr() in live
     except (RuntimeError, NotImplementedError):
         return False
 
@@ -199,15 +272,18 @@ def _shares(tensor: Tensor, live: set[int]) -> bool:
 _KEPT = re.compile(r"best|snap|keep|kept|back|init|start|orig|prev|old|ema|swa|ckpt|checkpoint|save|weights|history|\[")
 
 
-def aliased_finding(path: str, source: SourceLine | None = None) -> Finding:
-    """L514 for a kept snapshot at `path`. A note when the name does not say that it is meant to last."""
+def aliased_finding(path: str, source: SourceLine | None = None, *, is_model: bool = False) -> Finding:
+    """L514 for what is kept at `path`. A note when the name does not say that it is meant to last."""
+    what = (
+        "is kept as the best model, but it is the live one: assigning does not copy"
+        if is_model
+        else "was kept as a snapshot of the model, but its tensors are the live ones: state_dict() does not copy"
+    )
     return ALIASED_SNAPSHOT.finding(
-        f"`{path}` was kept as a snapshot of the model, but its tensors are the live ones: state_dict() does not "
-        "copy, so it "
-        "changes with every step and restores nothing.",
+        f"`{path}` {what}, so it changes with every step and restores nothing.",
         severity="warning" if _KEPT.search(path.rpartition(".")[2].lower()) else "note",
         source=text_of(source),
         holder=path,
-        cause="state_dict() kept without a copy",
-        fix="best = copy.deepcopy(model.state_dict())",
+        cause="the model kept without a copy" if is_model else "state_dict() kept without a copy",
+        fix="best_model = copy.deepcopy(model)" if is_model else "best = copy.deepcopy(model.state_dict())",
     )

@@ -498,6 +498,18 @@ def cache_of_a_whole_dataset(steps: int) -> None:
     train(use, steps=steps)
 
 
+def newest_outputs_as_arrays(steps: int) -> None:
+    """Full after twenty steps: what is recorded afterwards is alive some steps later, as it was meant to be."""
+    arrays: list[np.ndarray] = []
+
+    def keep(i: int, loss: Tensor, out: Tensor, model: Net) -> None:
+        arrays.append(out.detach().repeat(1, 4096).numpy())
+        if len(arrays) > 20:
+            arrays.pop(0)
+
+    train(keep, steps=steps)
+
+
 def growing_network(steps: int) -> None:
     def grow(i: int, loss: Tensor, out: Tensor, model: Net) -> None:
         if i % 300 == 299:
@@ -527,6 +539,7 @@ INNOCENTS: tuple[Callable[[int], None], ...] = (
     best_weights,
     prefetch,
     cache_of_a_whole_dataset,
+    newest_outputs_as_arrays,
     growing_network,
 )
 

@@ -185,7 +185,8 @@ def test_the_line_that_stores_is_looked_for_in_what_the_user_keeps_not_in_the_tr
         return Survey({"books": books, "kept": kept})
 
     slope = cast(Slope, SimpleNamespace(bytes_per_step=2048.0))
-    case = Investigation(cast(Track, None), slope, Inventory(survey(), 0))
+    track = cast(Track, SimpleNamespace(meter=SimpleNamespace(read=lambda: 0)))
+    case = Investigation(track, slope, Inventory(survey(), 0))
     for step in (6, 12):
         kept.append(torch.zeros(512))
         books.entries.append(torch.zeros(4096))

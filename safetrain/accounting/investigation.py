@@ -21,6 +21,7 @@ class Investigation:
         gap = 1 if rate >= FAST_RATE / 8 else 6
         self._gaps = [gap, 4 * gap, 16 * gap, 16 * gap]  # after the first two looks: what grows every few steps only
         self._seen = [first]
+        self._began = first.step, track.meter.read()
         self.due = first.step + gap
 
     def look(self, survey: Survey, step: int) -> list[Suspect]:
@@ -55,6 +56,11 @@ class Investigation:
                 if gain > best[0] and not is_ours(holder):
                     best = (gain, holder)
         return best[1]
+
+    def still_rises(self, step: int) -> bool:
+        """Whether memory rose further since the first look. What filled up (a window, a cache) has stopped by now."""
+        began, used = self._began
+        return self.track.meter.read() - used >= self.slope.bytes_per_step * (step - began) / 4
 
     def end_trace(self) -> None:
         """Let go of the trace, but keep the line that it saw."""

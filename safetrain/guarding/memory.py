@@ -225,17 +225,19 @@ class MemoryGuard(Callback):
         finding = None
         if suspect is not None:
             finding = self._judge(suspect, suspects, case.slope, case.track, state, stored_at=case.stored_at)
-        elif self._may_hunt(case, suspects):
+        elif self._may_hunt(case, suspects, state):
             self._hunt = SurvivorHunt(state.step, case.track.meter)
             self._next = state.step + 1
             return
         self._close(case, finding, state)
 
-    def _may_hunt(self, case: Investigation, suspects: list[Suspect]) -> bool:
+    def _may_hunt(self, case: Investigation, suspects: list[Suspect], state: RunState) -> bool:
         """Whether to record allocations: rarely, when nothing else explains, not for garbage that will be collected."""
         if isinstance(case.track.meter, PythonMeter):
             return False  # tensors are what would be recorded
-        if self._hunts_left <= 0 or any(f.code.startswith("G") for f in self.report.findings):
+        if self._hunts_left <= 0 or not case.still_rises(state.step):
+            return False
+        if any(f.code.startswith("G") for f in self.report.findings):
             return False
         if any(s.bytes_per_step > case.slope.bytes_per_step / 10 or is_bounded_by_type(s.holder) for s in suspects):
             return False

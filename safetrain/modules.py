@@ -24,6 +24,11 @@ def has_forward(module: nn.Module) -> bool:
     return getattr(type(module), "forward", None) is not nn.Module.forward or "forward" in vars(module)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether this very module was given to `torch.compile`, in place or not."""
+    return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+
+
 def as_patterns(value: object) -> tuple[str, ...]:
     """One pattern or several, as a tuple."""
     return (value,) if isinstance(value, str) else tuple(cast("Iterable[str]", value))

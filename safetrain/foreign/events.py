@@ -58,7 +58,8 @@ class LoopEvent:
       after the last backward, and yet some are not zero: the loop put them there itself)
     - scheduler_step: `scheduler` (class name), `optimizer`, `position` (`last_epoch` before the call). Never the call
       that a scheduler's own constructor makes
-    - train_mode / eval_mode: `module` (class name), `module_id`, `root` (it is a model, not an inner module)
+    - train_mode / eval_mode: `module` (class name), `module_id`, `root` (it is a model, not an inner module), `no_grad`
+      (called while gradients were off)
     - epoch_start: `loader` (id), `length` (batches, or None), `order` (hash of the sampler's first indices, or None;
       it may be filled in while the epoch runs), `sampler` (class name of the sampler that has `set_epoch`, else of the
       sampler), `shuffles` (order is meant to differ: not a SequentialSampler, `shuffle` not False), `set_epoch` (it has

@@ -510,7 +510,13 @@ class Observer:
         if root:
             self._arrive()
         kind: EventKind = "train_mode" if mode else "eval_mode"
-        self._record(kind, module=type(module).__name__, module_id=id(module), root=root)
+        self._record(
+            kind,
+            module=type(module).__name__,
+            module_id=id(module),
+            root=root,
+            no_grad=not torch.is_grad_enabled(),
+        )
 
     def gradients_switched_off(self) -> None:
         """User code called `torch.set_grad_enabled(False)`."""

@@ -20,6 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from safetrain.callbacks.base import STEP_HOOKS, Callback
 from safetrain.findings import Report, SourceLine
 from safetrain.guarding.gradient import is_sample
+from safetrain.guarding.parts import PartModeGuard
+from safetrain.modules import is_compiled
 from safetrain.rules import loop as rules
 from safetrain.rules import precision
 from safetrain.source import user_frame
@@ -184,7 +186,7 @@ class BatchNormGuard(Callback):
             self._report.add(rules.recompute_finding(proved, kinds, line), step=state.current_step)
 
     def _watch_suspects(self) -> None:
-        compiled = any(_is_compiled(m) for _, m in self._live())
+        compiled = any(is_compiled(m) for _, m in self._live())
         for name, module in self._live():
             if name in self._suspects and not compiled:
                 self._handles.append(module.register_forward_pre_hook(_LineOf(name, self._lines)))
@@ -450,9 +452,6 @@ def _tracks(norm: Any) -> bool:
     return isinstance(norm.running_mean, Tensor) and isinstance(norm.num_batches_tracked, Tensor)
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None
-
 
 def loop_guards(report: Report, *, holders: Holders | None = None, scaled: bool = True) -> list[Callback]:
     """The guards of this file. `holders` gives the (name, object) pairs in which kept snapshots are looked for.
@@ -463,6 +462,7 @@ def loop_guards(report: Report, *, holders: Holders | None = None, scaled: bool 
         LossWeightGuard(report),
         BatchNormGuard(report),
         ModeGuard(report),
+        PartModeGuard(report),
         CompileGuard(report),
         *([ScalerGuard(report)] if scaled else []),
     ]

@@ -10,7 +10,16 @@ from torch import nn
 
 from safetrain.findings import SourceLine
 from safetrain.source import USER, grade, line_text
-from safetrain.source.syntax import attribute_stores, called_name, mentions, scope_of, statement_at, tree_of
+from safetrain.source.syntax import (
+    attribute_stores,
+    called_name,
+    mentions,
+    no_grad_block,
+    scope_of,
+    siblings_after,
+    statement_at,
+    tree_of,
+)
 
 _MAX_FILES = 200
 
@@ -53,6 +62,69 @@ def find_method_calls(
 
 def _is_constant(arguments: list[ast.expr], value: bool) -> bool:
     return len(arguments) == 1 and isinstance(arguments[0], ast.Constant) and arguments[0].value is value
+
+
+def find_forgotten_eval(owner: str, *, files: Iterable[str] | None = None) -> SourceLine | None:
+    """The line of the user's files that puts `….owner` into eval mode for an evaluation and never puts it back.
+
+    Where no call names the owner, it may go by a local name: `net.eval()`. None where a call that may be meant could
+    have done it too, or several lines could.
+    """
+    calls = [
+        (filename, node)
+        for filename in (files if files is not None else user_files())
+        if mentions(filename, "eval()") or mentions(filename, "train(False)")
+        for node in _walk(filename)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _switches_to_eval(node, node.func)
+    ]
+    named = [(filename, node) for filename, node in calls if _ends_with(_receiver(node), owner)]
+    unnamed = [(filename, node) for filename, node in calls if not isinstance(_receiver(node), ast.Attribute)]
+    chosen = [(filename, node) for filename, node in named or unnamed if not _switched_back(node)]
+    if len(chosen) != 1 or not is_for_evaluation(chosen[0][0], chosen[0][1].lineno):
+        return None
+    filename, node = chosen[0]
+    return SourceLine(filename, node.lineno, line_text(filename, node.lineno))
+
+
+def is_for_evaluation(filename: str, line: int) -> bool:
+    """Whether the `x.eval()` at a line is followed by work with `x` under `no_grad`, or itself stands under one."""
+    statement = statement_at(filename, line)
+    if statement is None:
+        return False
+    if no_grad_block([(filename, line)]) is not None:
+        return True
+    receivers = {ast.dump(_receiver(node)) for node in ast.walk(statement) if isinstance(node, ast.Call)}
+    for following in siblings_after(statement):
+        if any(isinstance(node, ast.Call) and called_name(node) == "backward" for node in ast.walk(following)):
+            return False
+        if any(
+            ast.dump(node) in receivers and no_grad_block([(filename, node.lineno)]) is not None
+            for node in ast.walk(following)
+            if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript))
+        ):
+            return True
+    return False
+
+
+def _switches_to_eval(node: ast.Call, function: ast.Attribute) -> bool:
+    values = [*node.args, *(keyword.value for keyword in node.keywords)]
+    return (function.attr == "eval" and not values) or (function.attr == "train" and _is_constant(values, False))
+
+
+def _switched_back(node: ast.Call) -> bool:
+    """The same function calls `train()` on the same thing."""
+    owner = ast.dump(_receiver(node))
+    return any(
+        isinstance(other, ast.Call)
+        and called_name(other) == "train"
+        and not _is_constant([*other.args], False)
+        and ast.dump(_receiver(other)) == owner
+        for other in ast.walk(scope_of(node))
+    )
+
+
+def _receiver(node: ast.Call) -> ast.expr:
+    return node.func.value if isinstance(node.func, ast.Attribute) else node.func
 
 
 def find_freeze_of_state_dict(*, files: Iterable[str] | None = None) -> SourceLine | None:

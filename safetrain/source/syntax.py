@@ -90,6 +90,16 @@ def scope_of(node: ast.AST) -> ast.AST:
     return here
 
 
+def siblings_after(statement: ast.stmt) -> list[ast.stmt]:
+    """The statements that follow in the same block."""
+    parent = getattr(statement, "parent", None)
+    for block in ("body", "orelse", "finalbody"):
+        statements = getattr(parent, block, None)
+        if isinstance(statements, list) and statement in statements:
+            return statements[statements.index(statement) + 1 :]
+    return []
+
+
 def running_node(frame: FrameType) -> ast.AST | None:
     """The expression or statement that a frame is in the middle of. None before Python 3.11: columns are unknown."""
     return _node_at(frame.f_code, frame.f_lasti)

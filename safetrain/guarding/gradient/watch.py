@@ -13,6 +13,7 @@ from safetrain.callbacks.base import STEP_HOOKS, Callback
 from safetrain.findings import Report, SourceLine
 from safetrain.guarding.coverage import ChangeDetector, Coverage, read_coverage
 from safetrain.guarding.gradient.sampling import is_sample
+from safetrain.modules import is_compiled
 from safetrain.recording.path_look import PathLook
 from safetrain.rules import gradient as rules
 
@@ -99,7 +100,7 @@ class Watch(Callback):
     def _start_look(self, state: RunState) -> None:
         if self._wanted and self.look is None:
             self._wanted = False
-            if _frames_compiled() == self._compiled_before and not any(map(_is_compiled, state.model.modules())):
+            if _frames_compiled() == self._compiled_before and not any(map(is_compiled, state.model.modules())):
                 self.look = PathLook({n: p for n, p in state.model.named_parameters() if p.requires_grad})
                 self.look.start()
 
@@ -294,6 +295,3 @@ def _frames_compiled() -> int:
     utils = sys.modules.get("torch._dynamo.utils")
     return int(utils.counters["frames"].get("total", 0)) if utils is not None else 0
 
-
-def _is_compiled(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"

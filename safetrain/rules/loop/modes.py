@@ -74,6 +74,55 @@ def mode_finding(
     )
 
 
+def part_finding(
+    part: str, kinds: Sequence[str], source: SourceLine | None, first_step: int, *, seen_in: int
+) -> Finding:
+    """L501: one part of a model is in eval mode, and trains on, since an evaluation put it there."""
+    source = text_of(source)
+    text = f" (`{source.text}`)" if source is not None and source.text else ""
+    last = part.rpartition(".")[2]
+    return MODE_NOT_RESTORED.finding(
+        f"`{part}` is in eval mode since step {first_step}, while the rest is in train mode and its own parameters "
+        f"go on training: it was put there for an evaluation at {line_of(source)}{text}, and nothing switched back. "
+        f"Until then it had trained in train mode, in {seen_in} steps seen. Its {' and '.join(kinds)} "
+        f"{'have' if len(kinds) > 1 else 'has'} no effect, or no longer follows the data.",
+        first_step=first_step,
+        source=source,
+        module=part,
+        op="eval",
+        cause=f"eval() on `{part}` without train() afterwards",
+        fix=f"was = {last}.training; {last}.eval(); ...; {last}.train(was)",
+    )
+
+
+def find_parts_in_eval(model: nn.Module, layers: Sequence[str]) -> dict[str, nn.Module]:
+    """The outermost parts in eval mode around these layers of a model that is itself in train mode.
+
+    Not the layers themselves where they are BatchNorm or dropout: switching those off one by one is a way to freeze
+    them. Nor parts in which a parameter is frozen.
+    """
+    whole = type(model).__name__ == "Models"  # of a foreign loop: several models, none of which is a part
+    if not whole and not model.training:
+        return {}
+    parts: dict[str, nn.Module] = {}
+    for layer in layers:
+        part, names = model, layer.split(".")
+        for depth, name in enumerate(names):
+            part = part.get_submodule(name)
+            if not part.training:
+                parameters = list(part.parameters())
+                if (
+                    not isinstance(part, (_BatchNorm, _DropoutNd))
+                    and parameters
+                    and all(p.requires_grad for p in parameters)
+                ):
+                    parts[".".join(names[: depth + 1])] = part
+                break
+    if whole and not any(m.training for name, m in model.named_children() if name not in parts):
+        return {}
+    return parts
+
+
 def mode_dependent(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The layers whose result depends on train or eval mode: dropout with p > 0, BatchNorm, RNNs with dropout."""
     return [

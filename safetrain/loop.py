@@ -560,8 +560,8 @@ class Trainer:
                 rng.seed_everything(self.seed or 0)  # so that a resumed run finds the same batches
                 self._overfit_set = _first(train, self.overfit_batches)
         self.train_loader = EpochLoader.of(self._overfit_set or train)
-        if not self.model.training:
-            self.model.train()  # a model with only some modules in eval mode was set up so on purpose
+        if not self.model.training or _sets_modes_itself(self.model):
+            self.model.train()  # else not: a model with only some modules in eval mode was set up so on purpose
         state.phase, state.stop_reason, state.save_request = "train", None, None
         state.total_steps = self._total_steps(self._overfit_set or train)
         if resume is not None:
@@ -860,8 +860,9 @@ class Trainer:
             with rng.preserved(), context, self._autocast:
                 yield
         finally:
-            for module, training in modes:
-                module.training = training
+            for module, training in modes:  # parents come first
+                if module.training is not training:
+                    _set_mode(module, training)
             state.phase, self._averages = before
 
     def _evaluate_and_log(self, val: Iterable[Any]) -> None:
@@ -969,6 +970,18 @@ def _note_step(stepped: set[str], name: str, *_: Any) -> None:
 
 def _first(loader: Iterable[Any], count: int) -> list[Any]:
     return list(itertools.islice(EpochLoader.of(loader), count))
+
+
+def _sets_modes_itself(module: nn.Module) -> bool:
+    """It overrides `train`: to keep a frozen part in eval mode, or to merge its weights for evaluation."""
+    return type(module).train is not nn.Module.train
+
+
+def _set_mode(module: nn.Module, training: bool) -> None:
+    if _sets_modes_itself(module):
+        module.train(training)
+    else:
+        module.training = training
 
 
 def _is_plateau(scheduler: Any) -> bool:

@@ -250,6 +250,29 @@ def test_a_guard_that_fails_over_an_error_does_not_hide_it() -> None:
     assert hears.ended
 
 
+def test_the_end_reaches_everybody_though_warnings_are_errors() -> None:
+    guard, hears = Breaks("on_fit_end"), Hears()
+    trainer = make_trainer(max_steps=2)
+    trainer.listeners = Listeners([guard, hears], guards=[guard])
+    with pytest.raises(RuntimeWarning, match="Breaks failed"):  # pytest makes them errors
+        trainer.fit(make_data(2))
+    assert hears.ended
+
+
+def test_a_callback_may_have_an_equality_of_its_own() -> None:
+    class Odd(Hears):
+        def __eq__(self, other: object) -> bool:
+            raise ZeroDivisionError
+
+        __hash__ = None  # type: ignore[assignment]
+
+    hears = Odd()
+    trainer = make_trainer(max_steps=2)
+    trainer.listeners = Listeners([hears], guards=[Breaks("on_log")])
+    trainer.fit(make_data(2))
+    assert hears.ended
+
+
 def test_an_error_in_a_callback_of_the_user_ends_the_run() -> None:
     trainer = make_trainer(max_steps=5)
     trainer.listeners = Listeners([Breaks("on_step_end"), Hears()], guards=[])
@@ -291,3 +314,53 @@ def test_parameters_of_any_kind_are_met_without_a_fault_or_a_finding() -> None:
     trainer = Step(model, optimizers, max_steps=140, log_every=10)
     trainer.fit(batches(140))
     assert trainer.report.findings == []
+
+
+class Steps(Trainer):
+    def training_step(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.model(batch[0]), batch[1])
+
+
+def lazily_made() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.LazyLinear(3))
+
+
+def scripted() -> nn.Module:
+    return torch.jit.script(make_model())  # type: ignore[no-any-return]
+
+
+def traced() -> nn.Module:
+    return torch.jit.trace(nn.Sequential(nn.Linear(8, 3)), torch.randn(4, 8))  # type: ignore[no-any-return, no-untyped-call]
+
+
+@pytest.mark.parametrize("make", [lazily_made, scripted, traced])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*Lazy modules are a new feature")
+def test_modules_of_other_kinds_are_met_without_a_fault_or_a_finding(make: Any, caplog: Any) -> None:
+    model = make()
+    trainer = Steps(model, torch.optim.SGD(model.parameters(), 0.1), max_steps=24, eval_every=8)
+    trainer.fit(batches(24), batches(2))
+    assert trainer.report.findings == [] and not caplog.records
+
+
+def test_a_look_follows_what_runs_inside_torch_func() -> None:
+    class Smooth(Steps):
+        def training_step(self, batch: Any) -> Tensor:
+            jacobians = torch.func.vmap(torch.func.jacrev(self.model))(batch[0])
+            return super().training_step(batch) + 0.01 * jacobians.pow(2).mean()
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    model.unused = nn.Parameter(torch.ones(3))
+    trainer = Smooth(model, torch.optim.SGD(model.parameters(), 0.1), max_steps=40)
+    trainer.fit(batches(40))
+    assert [(f.code, f.params) for f in trainer.report.findings] == [("P201", ["unused"])]
+
+
+def test_a_fault_of_a_look_is_none_of_the_run(monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setattr("safetrain.recording.path_look._address", lambda tensor: 1 / 0)
+    model = nn.Sequential(nn.Linear(8, 3))
+    model.unused = nn.Parameter(torch.ones(3))
+    guards = {"G101": "ignore"}  # pytest keeps what is logged, with its frames
+    trainer = Steps(model, torch.optim.SGD(model.parameters(), 0.1), max_steps=40, guards=guards)
+    trainer.fit(batches(40))
+    assert [(f.code, f.params) for f in trainer.report.findings] == [("P201", ["unused"])]
+    assert "stopped following this step" in caplog.text

@@ -100,6 +100,35 @@ def test_each_submodule_gets_its_own_mode_back_even_after_an_error() -> None:
     assert trainer.state.phase != "eval"
 
 
+class Merged(nn.Linear):
+    """Adds a correction of low rank, which `train(False)` merges into the weight, as LoRA layers do."""
+
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__(num_in, num_out)
+        self.down, self.up = nn.Parameter(torch.randn(1, num_in)), nn.Parameter(torch.randn(num_out, 1))
+        self.is_merged = False
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        if self.is_merged is mode:
+            self.weight.data += (self.up @ self.down).detach() * (-1 if mode else 1)
+            self.is_merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.is_merged else super().forward(x) + x @ self.down.T @ self.up.T
+
+
+def test_a_module_that_changes_with_its_mode_is_told_of_it() -> None:
+    layer = Merged(6, 4)
+    trainer = trainer_of(model=nn.Sequential(nn.Linear(8, 6), layer, nn.Dropout()))
+    trainer.model[2].eval()
+    before = layer.weight.detach().clone()
+    trainer.evaluate(make_data(2))
+    assert layer.training and not layer.is_merged and not trainer.model[2].training
+    assert torch.allclose(layer.weight, before, atol=1e-6)
+
+
 def test_training_is_the_same_with_and_without_evaluation() -> None:
     def weights(val: Any, **options: Any) -> list[Tensor]:
         torch.manual_seed(3)

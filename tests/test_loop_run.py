@@ -335,6 +335,18 @@ def test_modules_set_to_eval_on_purpose_stay_so() -> None:
     assert model[2].training
 
 
+def test_a_model_that_sets_its_modes_itself_is_asked_to() -> None:
+    class Frozen(nn.Sequential):
+        def train(self, mode: bool = True) -> Any:
+            super().train(mode)
+            self[2].eval()
+            return self
+
+    model = Frozen(*make_model(dropout=0.5))
+    trainer_of(model=model, max_steps=1).fit(make_data(1))
+    assert model.training and not model[2].training
+
+
 def test_a_dry_run_tries_everything_and_changes_nothing(tmp_path: Any) -> None:
     class Saves(Callback):
         def __init__(self) -> None:

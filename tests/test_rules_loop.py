@@ -229,6 +229,33 @@ def test_the_trainer_weighs_by_samples_and_says_when_tokens_need_a_StepOutput() 
     assert loud(report) == []
 
 
+@pytest.mark.parametrize("how", ["terms", "heads", "loop", "micro-batches"])
+def test_backwards_of_several_terms_are_no_micro_batches(how: str) -> None:
+    class Terms(Trainer):
+        def train_step(self, window: Any) -> None:
+            self.zero_grad()
+            hidden, (_, y) = self.model[0](window[0][0]).tanh(), window[0]
+            if how == "terms":
+                self.backward(F.cross_entropy(hidden, y), retain_graph=True)
+                self.backward(hidden.pow(2).mean())
+            elif how == "heads":
+                self.backward(F.cross_entropy(hidden, y), retain_graph=True)
+                self.backward(F.cross_entropy(hidden[:, :, None].expand(-1, -1, 5), y[:, None].expand(-1, 5)))
+            elif how == "loop":
+                for term in (F.cross_entropy(hidden, y), hidden.pow(2).mean()):
+                    self.backward(term, retain_graph=True)
+            else:
+                for part in (slice(12), slice(12, None)):
+                    self.backward(F.cross_entropy(self.model(window[0][0][part]), y[part]) / 2)
+            self.optimizer_step()
+
+    report = Report()
+    model = nn.Sequential(nn.Linear(8, 3))
+    data = [(torch.randn(16, 8), torch.randint(0, 3, (16,))) for _ in range(6)]
+    Terms(model, sgd(model), max_steps=6, guards="off", callbacks=loop_guards(report)).fit(data)
+    assert loud(report) == (["L503"] if how == "micro-batches" else [])
+
+
 # ---------------------------------------------------------------------- P209, P213
 
 

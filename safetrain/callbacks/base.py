@@ -159,7 +159,7 @@ class Listeners:
             bound = [self._watch(hook, c, call) for c, call in zip(listening, bound, strict=True)]
         if not bound:
             return _nothing
-        if len(bound) == 1 and listening[0] not in self._guards.guards:
+        if len(bound) == 1 and not self._guards.include(listening[0]):
             return bound[0]
         self._guards.calls.append((hook, bound))
         return functools.partial(_call_all if hook in _REACH_ALL else _call_each, self._guards, bound)
@@ -173,13 +173,17 @@ class _Guards:
         self.calls: list[tuple[str, list[Hook]]] = []
         """What is called at each event, by hook: a guard that fails is replaced there by nothing."""
 
+    def include(self, listener: Any) -> bool:
+        """Whether it is one of them, whatever it says of equality."""
+        return any(listener is guard for guard in self.guards)
+
     def switch_off(self, call: Hook) -> bool:
         """Whether `call`, which has just raised, is a guard's: then none of its hooks is called again.
 
         But for `on_fit_end`, where it takes its hooks off the model.
         """
         guard = getattr(call, "__self__", None)
-        if not any(guard is known for known in self.guards):
+        if not self.include(guard):
             return False
         for hook, calls in self.calls:
             for place, other in enumerate(calls):
@@ -213,9 +217,8 @@ def _call_all(guards: _Guards, calls: list[Hook], state: RunState) -> None:
     first: Exception | None = None
     for call in calls:
         try:
-            call(state)
-        except Exception as error:
-            if not guards.switch_off(call):
-                first = first or error
+            _call_each(guards, [call], state)
+        except Exception as error:  # a warning that was turned into one, too
+            first = first or error
     if first is not None:
         raise first

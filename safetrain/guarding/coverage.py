@@ -150,12 +150,11 @@ class ChangeDetector:
             if module is None:
                 mark.append(-1)
                 continue
-            attributes = module.__dict__
-            mark.append(len(attributes))
-            for param in attributes["_parameters"].values():
+            mark.append(len(module.__dict__))
+            for param in module._parameters.values():
                 if param is not None:
                     mark.append(id(param))
                     mark.append(param.requires_grad)
-            for child in attributes["_modules"].values():
+            for child in module._modules.values():
                 mark.append(id(child))
         return mark

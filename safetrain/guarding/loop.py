@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +48,8 @@ class LossWeightGuard(Callback):
         self._report = report
         self._weight: rules.LossWeight | None = None
         self._window: list[rules.LossWeight] = []
+        self._places: set[tuple[CodeType | None, int]] = set()
+        self._batch = 0  # id of the last backward's, in this step
         self._uneven = 0
         self._any_events = False
 
@@ -64,13 +67,21 @@ class LossWeightGuard(Callback):
         # Only foreign loops hand over a loss that was scaled already.
         scaled = self._any_events and state.scaler is not None and state.scaler.is_enabled()
         self._weight = rules.loss_weight(state.micro_loss, scaled=scaled, shared=not self._any_events)
-        if not self._any_events and self._weight is not None and self._weight.count:
+        if not self._any_events and self._weight is not None and self._weight.count and self._is_next_batch(state):
             self._window.append(self._weight)
+
+    def _is_next_batch(self, state: RunState) -> bool:
+        """Not another loss on the batch of the last backward. An overridden `train_step` need not tell its batches."""
+        frame = user_frame()
+        self._places.add((frame.f_code, frame.f_lasti) if frame is not None else (None, 0))
+        before, self._batch = self._batch, id(state.batch)
+        return state.batch is None or self._batch != before
 
     def on_step_end(self, state: RunState) -> None:
         window, self._window = self._window, []
-        if len(window) < 2:
-            return
+        places, self._places, self._batch = self._places, set(), 0
+        if len(window) < 2 or len(places) > 1 or len({w.reduction for w in window}) > 1:
+            return  # several terms of a step, each with a backward of its own, are no micro-batches
         weights = [w.per_element for w in window]
         if max(weights) >= 1.25 * min(weights) > 0:
             self._uneven += 1
@@ -292,7 +303,7 @@ class ModeGuard(Callback):
             return
         model = state.model
         self._modes = {id(m): m.training for m in model.modules()}
-        if "eval" not in self._told:
+        if "eval" not in self._told and not isinstance(model, torch.jit.ScriptModule):  # which takes no hooks
             self._handle = model.register_forward_pre_hook(self._at_first_forward)
 
     def _at_first_forward(self, module: nn.Module, args: Any) -> None:
@@ -450,7 +461,6 @@ class SnapshotGuard(Callback):
 
 def _tracks(norm: Any) -> bool:
     return isinstance(norm.running_mean, Tensor) and isinstance(norm.num_batches_tracked, Tensor)
-
 
 
 def loop_guards(report: Report, *, holders: Holders | None = None, scaled: bool = True) -> list[Callback]:

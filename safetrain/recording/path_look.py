@@ -7,6 +7,7 @@ suspect. It changes no result: every operation runs as it is and is only watched
 from __future__ import annotations
 
 import bisect
+import logging
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,6 +35,7 @@ _RANK: dict[CutKind, int] = {
     "reentrant": 0, "no_grad": 1, "rebuilt": 2, "detached": 3, "number": 4, "grad": 5, "no_derivative": 6, "branch": 9,
 }  # fmt: skip
 _HARD = frozenset({"reentrant", "rebuilt", "number", "no_derivative"})
+_log = logging.getLogger("safetrain")
 _next_node = torch._C._autograd._get_sequence_nr
 _MAX_NUMBERS = 4096
 _MAX_LIST = 64
@@ -125,6 +127,7 @@ class PathLook(TorchFunctionMode):
         self._held = [weakref.ref(p) for p in params.values()]
         self._s = _State()
         self._grad_off: tuple[CodeType, SourceLine] | None = None
+        self._failed = False
         self.active = False
 
     # ------------------------------------------------------------------ taking the look
@@ -184,13 +187,13 @@ class PathLook(TorchFunctionMode):
 
     @property
     def saw_a_loss(self) -> bool:
-        """A backward ran while it watched; without one there is no verdict."""
-        return self._s.losses > 0
+        """A backward ran while it watched, without a fault of its own; else there is no verdict."""
+        return self._s.losses > 0 and not self._failed
 
     @property
     def terms(self) -> list[Term]:
         """Constant terms of the losses that were differentiated."""
-        return [term for term in self._s.terms if not term.cut.revoked]
+        return [] if self._failed else [term for term in self._s.terms if not term.cut.revoked]
 
     def line_of_node(self, number: int) -> SourceLine | None:
         """The line of the operation that made an autograd node, by the node's number."""
@@ -202,14 +205,22 @@ class PathLook(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if not self._failed:
+            try:
+                self._see(func, args, kwargs or {}, result)
+            except Exception:  # a fault of the look must not become one of the run
+                self._failed = True
+                _log.warning("safetrain stopped following this step; the run is not affected", exc_info=True)
+        return result
+
+    def _see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = _name_of(func)
         if type(result) is str:
-            return result  # `tensor.type()` asks; `tensor.type(torch.LongTensor)` converts
+            return  # `tensor.type()` asks; `tensor.type(torch.LongTensor)` converts
         if name == "_set_grad_enabled":
             self._note_switch(bool(args[0]))
         elif name is not None and torch._C._current_graph_task_id() == -1:
-            self._follow(name, args, kwargs or {}, result)
-        return result
+            self._follow(name, args, kwargs, result)
 
     def _note_switch(self, enabled: bool) -> None:
         frame = user_frame(sys._getframe(1))
@@ -284,8 +295,8 @@ class PathLook(TorchFunctionMode):
             rest ^= low
         for tensor in alive:
             self._put(tensor, _Trace(mask, cuts, terms))
-            if mask and tensor.layout is torch.strided:
-                s.memory[tensor.data_ptr()] = mask
+            if mask and (address := _address(tensor)):
+                s.memory[address] = mask
 
     def _revive(self, trace: _Trace) -> int:
         """A tensor made inside a hand-written Function under no_grad got its node afterwards: it was no cut."""
@@ -340,16 +351,16 @@ class PathLook(TorchFunctionMode):
         known = self._s.traces.get(id(tensor))
         if known is not None and known[0]() is tensor:
             return known[1]
-        if type(tensor) is nn.Parameter and tensor.layout is torch.strided:
+        if type(tensor) is nn.Parameter:
             return self._rewrapped(tensor)
-        if self._s.arrays and tensor.grad_fn is None and tensor.is_cpu and tensor.layout is torch.strided:
-            cuts = self._s.arrays.get(tensor.data_ptr())
+        if self._s.arrays and tensor.grad_fn is None and tensor.is_cpu:
+            cuts = self._s.arrays.get(_address(tensor))
             return _Trace(0, cuts) if cuts else None
         return None
 
     def _rewrapped(self, parameter: nn.Parameter) -> _Trace | None:
         """An `nn.Parameter` that is not the model's: made around the result of an operation of this step?"""
-        mask = self._s.memory.get(parameter.data_ptr(), 0)
+        mask = self._s.memory.get(_address(parameter), 0)
         if not mask:
             return None
         self._put(parameter, _Trace(0, frozenset({self._cut("nn.Parameter", mask)})))
@@ -376,6 +387,16 @@ def functions_on_parameters(loss: Tensor, limit: int = 200_000) -> dict[int, typ
                 found[id(child.variable)] = function
             stack.append(child)
     return found
+
+
+def _address(tensor: Tensor) -> int:
+    """Where its memory begins; 0 for layouts and wrappers (of `torch.func`) without any of their own."""
+    if tensor.layout is not torch.strided:
+        return 0
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, ValueError):  # the latter of a lazy module's parameter
+        return 0
 
 
 _names: dict[Any, str | None] = {}

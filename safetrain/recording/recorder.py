@@ -21,6 +21,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from safetrain.findings import SourceLine
@@ -422,7 +423,7 @@ def _arguments(
 
 def _tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
-        return [value]
+        return [] if is_lazy(value) else [value]  # a lazy module's parameter has nothing to tell before it is made
     if isinstance(value, (list, tuple)):
         return [t for t in value if isinstance(t, Tensor)]
     return []

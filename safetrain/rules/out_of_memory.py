@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from safetrain.accounting.failed_attempt import (
@@ -169,6 +170,8 @@ def owned_bytes(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> dict[s
     def count(tensors: Iterable[Tensor]) -> int:
         total = 0
         for tensor in tensors:
+            if is_lazy(tensor):
+                continue  # no bytes before the first call of its module
             key = storage_key(tensor)
             if key is not None and key not in seen:
                 seen.add(key)

@@ -463,12 +463,28 @@ def experts_that_fill_one_output(before: Any) -> Any:
     return [*_params(gate, experts), gate.weight.grad]
 
 
+def attack_that_replaces_data(before: Any) -> Any:
+    """Each loss of the attack reads what the leaf holds by then; the loss before had read something else."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    x = torch.randn(4, 6)
+    delta = torch.zeros_like(x, requires_grad=True)
+    for _ in range(3):
+        loss = model(x + delta).pow(2).mean()
+        before(loss)
+        loss.backward()
+        assert delta.grad is not None
+        delta.data = (delta + 0.1 * delta.grad.sign()).clamp(-0.3, 0.3)
+        delta.grad.zero_()
+    return [delta.detach(), *_params(model)]
+
+
 PROGRAMS: list[Program] = [
     resnet, densenet, unet, vq_vae, gan, gradient_penalty, truncated_backprop, checkpointed_batchnorm_held_still,
     nested_and_autocast_checkpoints, selective_checkpoint, function_transforms, meta_learning, lbfgs, sharpness_aware,
     binarised_weights, graph_network, sparse_embedding, mark_dirty_function, decoding_with_a_preallocated_cache,
     distillation, noisy_layers, stochastic_depth, several_kinds_of_recomputation, complex_and_views,
     retained_terms_by_one_graph, weight_norms, offloaded_activations, experts_that_fill_one_output,
+    attack_that_replaces_data,
 ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import ast
 import sys
 import weakref
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +19,16 @@ from safetrain.source import USER, grade, syntax
 
 _UNUSED_SAVES = frozenset({"running_mean", "running_var"})
 """Saved by batch norm and, in train mode, not read by its backward."""
+_MOST_READS = 256
+"""Of one leaf that are kept."""
 
 
 class LeafWatcher(Watcher):
-    """Notes the storage of each trainable leaf when an operation first reads it, so that `.data = new` shows later."""
+    """Notes the storage of each trainable leaf when operations read it, so that `.data = new` shows later."""
 
     def __init__(self) -> None:
-        self.first_read: dict[int, tuple[weakref.ref[Tensor], int, int, Op]] = {}
+        self.reads: dict[int, tuple[weakref.ref[Tensor], list[tuple[int, int, Op]]]] = {}
+        """By id of the leaf: (storage, version, operation) of each read."""
 
     def before(self, op: Op, info: OpInfo, read: list[Tensor], written: list[Tensor], frame: FrameType) -> None:
         """See the class."""
@@ -32,7 +36,11 @@ class LeafWatcher(Watcher):
             return
         for tensor, source in zip(read, op.inputs, strict=True):
             if source.requires_grad and tensor.is_leaf:
-                self.first_read.setdefault(id(tensor), (weakref.ref(tensor), source.storage, source.version, op))
+                known = self.reads.get(id(tensor))
+                if known is None or known[0]() is not tensor:
+                    known = self.reads[id(tensor)] = weakref.ref(tensor), []
+                if len(known[1]) < _MOST_READS:
+                    known[1].append((source.storage, source.version, op))
 
 
 def find_silent_writes(
@@ -70,23 +78,26 @@ def find_silent_writes(
             if late is not None:
                 found[storage] = _finding(maker, late, names.get(storage), "changed in place through `.data` (or set_)")
     if leaves is not None:
-        found.update(_replaced(nodes, leaves, model))
+        found.update(_replaced(record, nodes, leaves, model))
     return list(found.values())
 
 
-def _replaced(nodes: list[object], leaves: LeafWatcher, model: nn.Module) -> dict[int, Finding]:
+def _replaced(record: Recorder, nodes: list[Any], leaves: LeafWatcher, model: nn.Module) -> dict[int, Finding]:
+    """Leaves that got other data after this loss read them: an earlier loss may have read what they held before."""
     names = {id(p): name for name, p in model.named_parameters()}
+    mine = {maker.index for node in nodes if (maker := record.maker(node)) is not None}
     found = {}
     for node in nodes:
         leaf = getattr(node, "variable", None)
-        known = leaves.first_read.get(id(leaf))
-        if not isinstance(leaf, Tensor) or known is None or known[0]() is not leaf:
+        known = leaves.reads.get(id(leaf))
+        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or known is None or known[0]() is not leaf:
             continue
-        _, storage, version, saver = known
-        if (
-            leaf.layout is torch.strided and leaf.untyped_storage()._cdata != storage and leaf._version == version
-        ):  # a counted write raises by itself
-            found[storage] = _finding(saver, None, names.get(id(leaf)), "given other data (`.data = …`)")
+        now = leaf.untyped_storage()._cdata
+        for storage, version, reader in known[1]:
+            # A write that is counted raises by itself.
+            if reader.index in mine and storage != now and leaf._version == version:
+                found[storage] = _finding(reader, None, names.get(id(leaf)), "given other data (`.data = …`)")
+                break
     return found
 
 

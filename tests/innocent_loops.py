@@ -303,6 +303,28 @@ def maml() -> None:
 
 
 @prog
+def first_order_maml() -> None:
+    """A copy and an optimizer of its own for each task; gradients of the copies are handed to the original."""
+    m = mlp()
+    outer = torch.optim.Adam(m.parameters(), 1e-2)
+    for i in range(20):
+        outer.zero_grad()
+        for t in range(2):
+            x, y = data(16)
+            fast = copy.deepcopy(m)
+            inner = torch.optim.SGD(fast.parameters(), 0.02)
+            for k in range(3):
+                inner.zero_grad()
+                F.cross_entropy(fast(x), y).backward()
+                inner.step()
+            x, y = data(16)
+            grads = torch.autograd.grad(F.cross_entropy(fast(x), y), list(fast.parameters()))
+            for p, g in zip(m.parameters(), grads):
+                p.grad = g if p.grad is None else p.grad + g
+        outer.step()
+
+
+@prog
 def lbfgs() -> None:
     """A closure."""
     m = mlp()

@@ -58,11 +58,16 @@ class StaleGradientGuard(Callback):
         if not self._proved:
             return
         for name in state.stepping or tuple(state.optimizers):
-            if name in self._proved and name in self._marks:
+            if name in self._proved and name in self._marks and self._holds(state, name):
                 self._hits[name] = self._hits.get(name, 0) + 1
                 if self._hits[name] == 2:
                     label = self._probes[name][0]
                     self._report.add(rules.stale_finding(name, [label], self.source), step=max(1, state.current_step))
+
+    def _holds(self, state: RunState, name: str) -> bool:
+        """Whether the optimizer of that name steps on the watched one: loops make both anew for each task."""
+        optimizer, watched = state.optimizers.get(name), self._probes[name][1]()
+        return optimizer is None or any(p is watched for group in optimizer.param_groups for p in group["params"])
 
     def on_step_end(self, state: RunState) -> None:
         if not _reads_after(state.step):

@@ -390,6 +390,24 @@ def test_retain_graph_on_the_last_term(last_retains: bool) -> None:
         assert finding.source is not None and "retain_graph" in finding.source.text
 
 
+@pytest.mark.parametrize("terms_wanted", [1, 2])
+def test_a_gradient_of_each_term_retains_for_the_next(terms_wanted: int) -> None:
+    """As GradNorm weighs tasks: only the last of the calls on one line could do without. One call alone could."""
+    model = make_model("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    weight = next(model.parameters())
+    with watched() as report:
+        for x, y in batches("mlp", 6):
+            out = model(x)
+            terms = [F.cross_entropy(out, y), out.pow(2).mean()][:terms_wanted]
+            optimizer.zero_grad()
+            sum(terms).backward(retain_graph=True)
+            norms = [torch.autograd.grad(term, weight, retain_graph=True)[0].norm() for term in terms]
+            assert len(norms) == terms_wanted
+            optimizer.step()
+    assert [f.code for f in of_graphs(report)] == (["G104"] if terms_wanted == 1 else [])
+
+
 def test_retain_graph_that_a_second_model_uses_is_fine() -> None:
     gen, disc = make_model("mlp"), nn.Linear(3, 1)
     opt_g, opt_d = torch.optim.SGD(gen.parameters(), 0.01), torch.optim.SGD(disc.parameters(), 0.0)

@@ -39,7 +39,7 @@ from safetrain.graph.marks import KEY
 from safetrain.graph.walk import is_leaf_node
 from safetrain.rules import functions, graph
 from safetrain.source import user_frame, user_line, with_text
-from safetrain.source.syntax import mentions, statement_at
+from safetrain.source.syntax import called_name, mentions, statement_at
 from safetrain.state import RunState
 
 
@@ -408,6 +408,7 @@ class WasteGuard(Guard):
     def __init__(self, report: Report) -> None:
         super().__init__(report)
         self._retained: _Retained | None = None
+        self._retaining: set[SourceLine] = set()
         self._unused_retains = 0
         self._big: list[tuple[int, StorageWeakRef, int]] = []
         self._stale_told = False
@@ -432,6 +433,7 @@ class WasteGuard(Guard):
 
     def on_step_end(self, state: RunState) -> None:
         self._first_backward = True
+        self._retaining.clear()
         if self._retained is not None:
             self._retained.note_end()
 
@@ -465,9 +467,15 @@ class WasteGuard(Guard):
             self.tell(found, state)
 
     def _note_retained(self, state: RunState) -> None:
-        source = retaining_line()
-        if source is not None and state.micro_loss is not None:
-            self._retained = _Retained(state.micro_loss, source, owned_tensors(state.model))
+        call = retaining_call()
+        if call is None or state.micro_loss is None:
+            return
+        source, name = call
+        if name == "grad" and source in self._retaining:
+            self._retained = None  # one gradient a term is wanted: all calls but the last need the graph again
+            return
+        self._retaining.add(source)
+        self._retained = _Retained(state.micro_loss, source, owned_tensors(state.model))
 
     def _settle_retained(self, state: RunState) -> None:
         """What was kept is gone before this backward: rebound, not used. Gone later: used by this one."""
@@ -528,8 +536,8 @@ class _Retained:
         self.held = self.is_complete()
 
 
-def retaining_line() -> SourceLine | None:
-    """The user's line that is calling backward now, if it asks to retain the graph."""
+def retaining_call() -> tuple[SourceLine, str] | None:
+    """The user's line that is calling backward now, if it asks to retain the graph; and what it calls."""
     frame = user_frame()
     if frame is None or not mentions(frame.f_code.co_filename, "retain_graph"):
         return None
@@ -539,7 +547,7 @@ def retaining_line() -> SourceLine | None:
             for keyword in node.keywords:
                 asked = not isinstance(keyword.value, ast.Constant) or bool(keyword.value.value)
                 if keyword.arg == "retain_graph" and asked:
-                    return with_text(SourceLine(frame.f_code.co_filename, keyword.value.lineno))
+                    return with_text(SourceLine(frame.f_code.co_filename, keyword.value.lineno)), called_name(node)
     return None
 
 

@@ -87,23 +87,32 @@ def find_forgotten_eval(owner: str, *, files: Iterable[str] | None = None) -> So
 
 
 def is_for_evaluation(filename: str, line: int) -> bool:
-    """Whether the `x.eval()` at a line is followed by work with `x` under `no_grad`, or itself stands under one."""
+    """Whether the `x.eval()` at a line stands under `no_grad`, or what `x` is used for next in its block does."""
     statement = statement_at(filename, line)
     if statement is None:
         return False
     if no_grad_block([(filename, line)]) is not None:
         return True
-    receivers = {ast.dump(_receiver(node)) for node in ast.walk(statement) if isinstance(node, ast.Call)}
+    calls = [n for n in ast.walk(statement) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+    receivers = {ast.dump(_receiver(node)) for node in calls if called_name(node) in ("eval", "train")}
     for following in siblings_after(statement):
-        if any(isinstance(node, ast.Call) and called_name(node) == "backward" for node in ast.walk(following)):
+        nodes = list(ast.walk(following))
+        if any(isinstance(node, ast.Call) and called_name(node) == "backward" for node in nodes):
             return False
-        if any(
-            ast.dump(node) in receivers and no_grad_block([(filename, node.lineno)]) is not None
-            for node in ast.walk(following)
-            if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript))
-        ):
+        uses = [node for node in nodes if ast.dump(node) in receivers]
+        if uses and all(no_grad_block([(filename, node.lineno)]) is not None for node in uses):  # type: ignore[attr-defined]
             return True
+        if uses or any(_hands_over(node, receivers) for node in nodes):
+            return False
     return False
+
+
+def _hands_over(node: ast.AST, receivers: set[str]) -> bool:
+    """A call whose function or argument holds a receiver: `train(model)` or `self.fit()`, for `model.encoder`."""
+    if not isinstance(node, ast.Call):
+        return False
+    given = [_receiver(node), *node.args, *(keyword.value for keyword in node.keywords)]
+    return any(ast.dump(value) in receiver for value in given for receiver in receivers)
 
 
 def _switches_to_eval(node: ast.Call, function: ast.Attribute) -> bool:

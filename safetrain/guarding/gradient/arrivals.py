@@ -15,6 +15,11 @@ class Arrivals:
         self._handles: list[RemovableHandle] = []
         self._arrived: set[str] = set()
 
+    @property
+    def listens(self) -> bool:
+        """Whether there is something to `stop`."""
+        return bool(self._handles)
+
     def watch(self, name: str, tensor: Tensor | None) -> None:
         """Note it when backward brings this parameter something."""
         if tensor is not None and tensor.requires_grad:

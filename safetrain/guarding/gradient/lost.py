@@ -24,7 +24,7 @@ _REGULAR = 10
 _FIRST_LOOK = 10
 _MOST_LOOKS = 12
 _ENOUGH = 20
-"""Steps without a gradient, of which none was missed: enough for a cut that no schedule makes, or at a run's end."""
+"""Steps of its optimizer without a gradient: enough at the end of a run."""
 _WAIT_LEAST, _WAIT_MOST = 100, 300
 _MOST_WATCHED = 2000
 """Steps of a run that are sampled for this guard's sake."""
@@ -68,6 +68,9 @@ class LostGradientGuard(Callback):
         self._version = -1
         self._known: dict[int, _Followed] = {}
         self._regular: dict[str, list[_Followed]] = {}
+        """By optimizer, those that had a gradient in each of its steps so far."""
+        self._fresh: dict[str, list[_Followed]] = {}
+        """Those that had none yet."""
         self._turns: dict[str, int] = {}
         self._micro_step: dict[str, int] = {}
         self._last_seen: dict[str, tuple[int, int]] = {}
@@ -85,7 +88,7 @@ class LostGradientGuard(Callback):
             self._join()
         for owner in state.stepping or tuple(state.optimizers):
             # A step without a backward before it (gradients that were not finite and were cleared) tells nothing.
-            if owner in self._regular and state.micro_step != self._micro_step.get(owner):
+            if (owner in self._regular or owner in self._fresh) and state.micro_step != self._micro_step.get(owner):
                 self._micro_step[owner] = state.micro_step
                 self._stepped.add(owner)
                 self._see(owner, state)
@@ -93,61 +96,66 @@ class LostGradientGuard(Callback):
     def _join(self) -> None:
         self._version = self._watch.version
         coverage = self._watch.coverage
-        known, self._known, self._regular = self._known, {}, {}
+        shared = {id(held.tensor) for held, _ in coverage.shared}  # what one optimizer misses another may use
+        self._known = {key: followed for key, followed in self._known.items() if followed.ref() is not None}
+        self._regular.clear()
+        self._fresh.clear()
+        regular = set()
         for held in coverage.trained:
             tensor = held.tensor
-            if tensor is None:
+            if tensor is None or id(tensor) in shared:
                 continue
-            owner, followed = coverage.owner[id(tensor)], known.get(id(tensor))
+            owner, followed = coverage.owner[id(tensor)], self._known.get(id(tensor))
             if followed is None or followed.ref() is not tensor or followed.owner != owner:
-                followed = _Followed(held.name, held.ref, owner)
+                followed = self._known[id(tensor)] = _Followed(held.name, held.ref, owner)
             followed.name = held.name  # a foreign loop's models get their names as they are found
-            self._known[id(tensor)] = followed
             if followed.first >= 0:
-                self._regular.setdefault(owner, []).append(followed)
-        self._suspects = {f.name: f for f in self._suspects.values() if self._known.get(id(f.ref())) is f}
+                (self._regular if followed.first else self._fresh).setdefault(owner, []).append(followed)
+                regular.add(followed)
+        self._suspects = {f.name: f for f in self._suspects.values() if f in regular}
 
     def _see(self, owner: str, state: RunState) -> None:
         step = state.current_step
         turn = self._turns[owner] = self._turns.get(owner, 0) + 1
-        regular = self._regular[owner]
-        for followed in [f for f in regular if not f.first]:
+        for followed in self._fresh.pop(owner, ()):
             tensor = followed.ref()
             if tensor is not None and tensor.grad is not None:
                 followed.first, followed.turns = step, turn
-        gone = False
-        for followed in [f for f in regular if (t := f.ref()) is not None and t.grad is None and f.first > 0]:
-            gone |= self._miss(followed, turn, state)
-        for followed in [f for f in self._suspects.values() if f.owner == owner]:
-            tensor = followed.ref()
-            if tensor is None or tensor.grad is not None:
-                gone |= self._drop(followed)  # it comes and goes
-        if gone:
-            self._regular[owner] = [f for f in regular if f.first >= 0]
+                self._regular.setdefault(owner, []).append(followed)
+            else:
+                self._fresh.setdefault(owner, []).append(followed)
+        regular = self._regular.get(owner, [])
+        without = [f for f in regular if (t := f.ref()) is not None and t.grad is None]
+        for followed in without:
+            self._miss(followed, turn, state)
+        for followed in [f for f in self._suspects.values() if f.owner == owner and f not in without]:
+            self._drop(followed)  # it comes and goes, or is gone
+        if without:
+            self._regular[owner] = [f for f in regular if f.first > 0]
         self._last_seen[owner] = (step, state.epoch)
 
-    def _miss(self, followed: _Followed, turn: int, state: RunState) -> bool:
-        """It has no gradient in this step. Returns whether it will not be judged."""
+    def _miss(self, followed: _Followed, turn: int, state: RunState) -> None:
+        """It has no gradient in this step."""
         tensor = followed.ref()
         if tensor is None or not tensor.requires_grad:
-            return self._drop(followed)
-        if followed.since:
+            self._drop(followed)
+        elif followed.since:
             followed.turns += 1
         elif turn - followed.turns < _REGULAR:
-            return self._drop(followed)
+            self._drop(followed)
         else:
             followed.last, epoch = self._last_seen.get(followed.owner, (0, state.epoch))
             followed.since, followed.turns, followed.version = state.current_step, 1, tensor._version
             followed.epoch = state.epoch if epoch != state.epoch else -1
             self._suspects[followed.name] = followed
-        return False
 
-    def _drop(self, followed: _Followed) -> bool:
+    def _drop(self, followed: _Followed) -> None:
         followed.first = -1
         self._suspects.pop(followed.name, None)
-        return True
 
     def on_step_end(self, state: RunState) -> None:
+        if not self._suspects and not self._arrivals.listens:
+            return
         stepped, self._stepped = self._stepped, set()
         for name in self._arrivals.stop():
             if name in self._suspects:
@@ -185,22 +193,17 @@ class LostGradientGuard(Callback):
         return wanted
 
     def _is_due(self, followed: _Followed, state: RunState) -> bool:
-        verdict = followed.verdict
-        if followed.turns < _ENOUGH or (verdict is None and followed.looks < _MOST_LOOKS):
+        if followed.turns < _ENOUGH or (followed.verdict is None and followed.looks < _MOST_LOOKS):
             return False
-        if verdict is not None and verdict.cut is not None and verdict.cut.is_hard and verdict.cut.loss_uses_it:
-            return True
         absent, present = state.step - followed.since + 1, followed.since - followed.first
-        if absent < min(max(present, _WAIT_LEAST), _WAIT_MOST):
-            return False
-        return followed.epoch < 0 or absent >= present or state.epoch >= followed.epoch + 2
+        return absent >= min(max(present, _WAIT_LEAST), _WAIT_MOST) and not _may_be_a_phase(followed, state)
 
     def on_exception(self, state: RunState) -> None:
         self._arrivals.stop()
 
     def on_fit_end(self, state: RunState) -> None:
         self._arrivals.stop()
-        due = [f for f in self._suspects.values() if f.turns >= _ENOUGH]
+        due = [f for f in self._suspects.values() if f.turns >= _ENOUGH and not _may_be_a_phase(f, state)]
         if due:
             self._tell(due, state)
 
@@ -222,3 +225,9 @@ class LostGradientGuard(Callback):
         if any(f.severity != "note" for f in findings):
             self._done = True
             self._suspects.clear()
+
+
+def _may_be_a_phase(followed: _Followed, state: RunState) -> bool:
+    """It was lost as an epoch began, and not for longer than it had been there or for two epochs."""
+    absent, present = state.step - followed.since + 1, followed.since - followed.first
+    return followed.epoch >= 0 and absent < present and state.epoch < followed.epoch + 2

@@ -17,6 +17,7 @@ from safetrain.errors import ConfigError
 from safetrain.modules import as_patterns, has_forward, match_modules, outermost, unwrap_forward, wrap_forward
 
 _OWNER = "compile"
+_KEEP_ALL = ("eager", "aot_eager")
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -37,6 +38,9 @@ class CompileOptions:
     (it has no forward of its own), each of its children."""
     exclude: tuple[str, ...] = ()
     """`fnmatch` patterns of modules that stay eager inside what is compiled; each costs a graph break."""
+    activation_memory_budget: float | None = None
+    """Share, from 0 to 1, of the activations that compiled code may keep for backward; the rest it computes again.
+    null: what the compiler thinks best, which is torch's setting of the same name (usually 1). `plan` forecasts it."""
     verify: bool = False
     """Compare loss and every gradient of the first window with eager."""
     tolerance: float | None = None
@@ -59,6 +63,16 @@ class CompileOptions:
             raise ConfigError("compile.fullgraph forbids graph breaks, and each of compile.exclude is one; drop one")
         if self.on_mismatch not in ("refuse", "fallback"):
             raise ConfigError(f"compile.on_mismatch: {self.on_mismatch!r} is neither 'refuse' nor 'fallback'")
+        if self.activation_memory_budget is not None:
+            if not 0 <= self.activation_memory_budget <= 1:
+                raise ConfigError(
+                    f"compile.activation_memory_budget: {self.activation_memory_budget} must be between 0 and 1; it is "
+                    "a share of the activations"
+                )
+            if self.backend in _KEEP_ALL:
+                raise ConfigError(
+                    f"compile.activation_memory_budget: backend {self.backend!r} keeps what eager keeps; use inductor"
+                )
         if self.tolerance is not None and not 0 < self.tolerance < 1:
             raise ConfigError(f"compile.tolerance: {self.tolerance} must be between 0 and 1; it is relative")
 
@@ -157,7 +171,9 @@ class _Compiled:
         if options.backend == "inductor":
             mode = {} if options.mode == "default" else torch._inductor.list_mode_options(options.mode, options.dynamic)
             how["options"] = {**mode, **inductor} or None
-        return torch.compile(self.module._call_impl, **how)
+        call = torch.compile(_traced(self.module), **how)
+        share = options.activation_memory_budget
+        return call if share is None else _keeping(share, call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kind = (self.module.training, torch.is_grad_enabled())
@@ -187,6 +203,29 @@ class _Compiled:
             RuntimeWarning,
             stacklevel=4,
         )
+
+
+def _traced(module: nn.Module) -> Callable[..., Any]:
+    """What to compile of a module. Torch leaves forwards of its own (`nn.Sequential`) alone when they come first."""
+    call: Callable[..., Any] = module._call_impl
+    if not str(getattr(type(module).forward, "__module__", "")).startswith("torch."):
+        return call
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return traced
+
+
+def _keeping(share: float, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` with torch's budget set around it, since any call may compile anew: some 20 µs a call."""
+    import torch._functorch.config as functorch_config
+
+    def keeping(*args: Any, **kwargs: Any) -> Any:
+        with functorch_config.patch(activation_memory_budget=share):
+            return call(*args, **kwargs)
+
+    return keeping
 
 
 def _from_compiler(error: Exception) -> bool:

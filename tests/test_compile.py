@@ -88,6 +88,39 @@ def test_inductor_trains_like_eager() -> None:
     assert compile.compiled(model) == [""]
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_modules_whose_forward_is_torchs_own_are_compiled_too(whole: bool) -> None:
+    parts: list[nn.Module] = [nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 1)]
+    model = nn.Sequential(*parts)
+    plain = copy.deepcopy(model)
+    assert compile.apply(model, CompileOptions(backend="aot_eager", modules=() if whole else ("*",)))
+    assert _close(plain, model)
+    assert "Compiled" in type(model(X).grad_fn).__name__
+
+
+@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_budget_for_activations_keeps_fewer_of_them_and_trains_alike(backend: str) -> None:
+    """The first backend divides forward from backward as inductor does, and needs no C++ compiler."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Sequential(nn.Linear(6, 64), nn.GELU(), nn.Linear(64, 6)) for _ in range(4)])
+    kept = {}
+    for share in (1.0, 0.1):
+        torch._dynamo.reset()
+        model = copy.deepcopy(plain)
+        compile.apply(model, CompileOptions(backend=backend, activation_memory_budget=share))
+        assert _close(plain, model)
+        kept[share] = _bytes_saved(model)
+        assert compile.compiled(model) == [""]
+    assert kept[0.1] < 0.7 * kept[1.0]
+
+
+def _bytes_saved(model: nn.Module) -> int:
+    """What the compiled function keeps for backward, without the weights."""
+    weights = {p.data_ptr() for p in model.parameters()}
+    saved: tuple[torch.Tensor, ...] = model(X).grad_fn.saved_tensors
+    return sum(t.nbytes for t in saved if t.data_ptr() not in weights)
+
+
 def test_excluded_modules_run_eagerly_inside_the_compiled_model() -> None:
     class Spy(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -470,6 +503,8 @@ def test_a_recomputing_training_ends_in_the_bits_of_the_plain_one(precision: str
         ({"fullgraph": True, "exclude": ("body",)}, "fullgraph forbids graph breaks"),
         ({"on_mismatch": "ignore"}, "neither 'refuse' nor 'fallback'"),
         ({"tolerance": 0.0}, "between 0 and 1"),
+        ({"activation_memory_budget": 40.0}, "between 0 and 1; it is a share"),
+        ({"activation_memory_budget": 0.5, "backend": "aot_eager"}, "keeps what eager keeps; use inductor"),
     ],
 )
 def test_contradicting_settings_are_refused(settings: dict[str, object], message: str) -> None:

@@ -275,6 +275,18 @@ def test_the_plan_of_a_config_and_what_it_says_to_paste(config: Path, capsys: py
     assert format_bytes(peak_of(config)) == promise
 
 
+def test_the_plan_of_a_compiled_config_tells_what_it_takes_to_keep_less(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text(config.read_text() + "compile: {}\n")
+    assert main(["plan", str(config), "--budget", "1.6MB", "activation_checkpoint=null"]) == EXIT_OK
+    told = capsys.readouterr().out
+    peaks = [float(peak) for peak in re.findall(r"compile.activation_memory_budget: \S+ +(\S+) MB", told)]
+    whole = float(re.search(r"peak: (\S+) MB", told).group(1))
+    assert len(peaks) == 2 and peaks[1] < peaks[0] and peaks[1] < 0.9 * whole
+    assert "cannot be forecast" not in told
+
+
 def peak_of(config: Path) -> int:
     mode, loaded = make_mode(), load(config, [])
     job = build_unwatched(loaded, mode, print)

@@ -60,13 +60,14 @@ def plan(config: Config, budget: int | None, tell: Callable[[str], object]) -> b
 
 
 def build_unwatched(config: Config, mode: FakeTensorMode, tell: Callable[[str], object]) -> Job:
-    """The config's job with a model that has no bytes, and no guards, compiling or loader processes.
+    """The config's job with a model that has no bytes, and no guards or loader processes. Nothing compiles before it is
+    called, and copies of it are eager.
 
     A model that cannot be made without numbers (it is trained, or read with NumPy, as it is built) is made for real.
     """
     from safetrain.config.build import build
 
-    changes: dict[str, Any] = {"guards": "off", "compile": None}
+    changes: dict[str, Any] = {"guards": "off"}
     if config.data.num_workers:
         changes["data"] = config.data.model_copy(update={"num_workers": 0})
     config = config.model_copy(update=changes)

@@ -177,6 +177,8 @@ class CompileConfig(Section):
     """Modules to compile one by one, as shell patterns over their names. Empty: the whole model."""
     exclude: Patterns = ()
     """Modules to leave eager, as shell patterns over their names; each costs a graph break."""
+    activation_memory_budget: float | None = Field(None, ge=0, le=1)
+    """Share of the activations that compiled code may keep for backward; the rest it computes again. null: torch's."""
     verify: bool = False
     """Compare loss and every gradient of the first window with eager."""
     tolerance: float | None = Field(None, gt=0, lt=1)

@@ -110,12 +110,19 @@ def _reason(error: BaseException) -> str:
     return f"{str(error).strip().splitlines()[0]}{place}"
 
 
+def compiles_inside(mode: type[TorchDispatchMode]) -> bool:
+    """For a dispatch mode's `ignore_compile_internals`: torch compiles under it, and what then runs is seen."""
+    return True
+
+
 class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives the loop and the optimizers the numbers they read, and leaves out what writes and returns nothing.
 
     The loop is told 0 (a finite norm, no Inf found), an optimizer 1 (its step count). What the user's code reads stays
     unknown: its value may be logged, not decided upon.
     """
+
+    ignore_compile_internals = classmethod(compiles_inside)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _READ and isinstance(args[0], FakeTensor):

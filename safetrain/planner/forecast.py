@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from safetrain import compile as compiling
 from safetrain.accounting.ownership import AllocationLog, Block, OwnershipProbe, StepMemory
 from safetrain.callbacks import EMA
 from safetrain.callbacks.base import Listeners
@@ -19,7 +20,7 @@ from safetrain.graph.walk import NODE_BYTES
 from safetrain.loop import Trainer
 from safetrain.memory import Meter
 from safetrain.planner.cost import Cost
-from safetrain.planner.faking import Held, Unforecastable, fake, fake_trainer, faking
+from safetrain.planner.faking import Held, Unforecastable, compiles_inside, fake, fake_trainer, faking
 
 if TYPE_CHECKING:
     from safetrain.state import RunState
@@ -54,7 +55,7 @@ def forecast(trainer: Trainer, window: Sequence[Any], mode: FakeTensorMode) -> F
     """Forecast a step of `trainer` over a window of batches. Nothing is allocated, and neither argument is changed.
 
     The step is `trainer`'s own `train_step`, run twice on a fake copy; of its listeners only averages of weights take
-    part. A compiled model is taken as it is without compiling, which needs more.
+    part. A compiled model is taken as it is without compiling, which needs more; but for a switch that compiles it.
 
     Raises:
         Unforecastable: the reason in words.
@@ -65,6 +66,7 @@ def forecast(trainer: Trainer, window: Sequence[Any], mode: FakeTensorMode) -> F
 
 def run_steps(trainer: Trainer, held: Held, window: Sequence[Any], num_steps: int = _WATCHED) -> Forecast:
     """The same for a fake Trainer, the tensors it holds, and a fake window. The Trainer has stepped afterwards."""
+    compiled = compiling.compiled(trainer.model)
     averages = [fake_average(callback) for callback in trainer.callbacks if isinstance(callback, EMA)]
     probe = _Probe(trainer.state.step + num_steps, window, held, averages)
     trainer.listeners = Listeners([probe, *averages])
@@ -83,6 +85,8 @@ def run_steps(trainer: Trainer, held: Held, window: Sequence[Any], num_steps: in
         raise
     if probe.result is None or probe.log is None:
         raise Unforecastable("the step did not run")
+    if compiling.compiled(trainer.model) != compiled:
+        raise Unforecastable("torch.compile fails on the model")
     return Forecast(probe.result, probe.log.peaks, probe.log.cost)
 
 
@@ -110,6 +114,7 @@ class _FakeLog(AllocationLog):  # type: ignore[no-untyped-call]
     """Also notes the highest moment of each phase, and what the operations cost."""
 
     counts_fakes = True
+    ignore_compile_internals = classmethod(compiles_inside)
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(_NoMeter())

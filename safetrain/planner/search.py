@@ -27,7 +27,7 @@ class Option:
     switches: tuple[Switch, ...]
     forecast: Forecast
     slowdown: float
-    """Estimated seconds of a step (roofline) as a multiple of those without the switches."""
+    """Estimated seconds of a step (roofline) as a multiple of those without the switches (of `Switch.against`)."""
     extra_flops: float
     """Floating-point operations added, as a share of those without the switches."""
 
@@ -75,10 +75,11 @@ class Planner:
         if key not in self._known:
             try:
                 found = self._run(switches)
+                reference = self._reference(switches)
             except Exception as error:  # the user's code may count on the setting, such as on a batch's size
                 self._known[key], self.failed[" + ".join(key)] = None, why(error)
             else:
-                self._known[key] = Option(tuple(switches), found, *self._prices(found))
+                self._known[key] = Option(tuple(switches), found, *self._prices(found, reference))
         return self._known[key]
 
     def fastest(self, budget: int) -> Option | None:
@@ -97,8 +98,8 @@ class Planner:
 
     def _is_idle(self, option: Option) -> bool:
         """Whether the step does not change at all by what should change its operations."""
-        same = option.forecast.cost.operations == self.base.cost.operations
-        return same and option.switches[0].kind in ("micro-batch", "precision")
+        same = option.forecast.cost.operations == self._reference(option.switches).cost.operations
+        return same and option.switches[0].kind in ("micro-batch", "precision", "activations")
 
     def _stages(self) -> Iterator[list[Switch]]:
         exact = [switch for switch in self.switches if not switch.changes]
@@ -127,11 +128,16 @@ class Planner:
             share *= min(1.0, its_rest / rest) if rest else 1.0
         return smallest + share * rest
 
-    def _prices(self, found: Forecast) -> tuple[float, float]:
+    def _reference(self, switches: Sequence[Switch]) -> Forecast:
+        against = next((switch.against for switch in switches if switch.against is not None), None)
+        option = self.option((against,)) if against is not None else None
+        return self.base if option is None else option.forecast
+
+    def _prices(self, found: Forecast, reference: Forecast) -> tuple[float, float]:
         if self._machine is None:
             self._machine = Machine.measure(self._trainer.device)
-        seconds = found.cost.seconds(self._machine) / self.base.cost.seconds(self._machine)
-        flops = found.cost.flops / self.base.cost.flops - 1 if self.base.cost.flops else 0.0
+        seconds = found.cost.seconds(self._machine) / reference.cost.seconds(self._machine)
+        flops = found.cost.flops / reference.cost.flops - 1 if reference.cost.flops else 0.0
         return seconds, flops
 
     def _run(self, switches: Sequence[Switch]) -> Forecast:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -12,12 +13,17 @@ import torch
 from torch.optim import Optimizer
 
 from safetrain import activation_checkpoint
+from safetrain import compile as compiling
 from safetrain.activation_checkpoint import CheckpointOptions
+from safetrain.compile import CompileOptions
 from safetrain.errors import ConfigError
 from safetrain.loop import Trainer, autocast_for
 
 Kind = Literal["optimizer", "micro-batch", "activations", "precision"]
 _HALVINGS = 3
+_SHARES = (0.5, 0.1)
+_PARTITIONER = "aot_eager_decomp_partition"
+"""The backend that divides forward from backward as inductor does, and then runs operation by operation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,8 @@ class Switch:
     """Does it to a Trainer that is fake."""
     changes: str = ""
     """How it alters what is trained, in words; empty: it does not, but for rounding."""
+    against: Switch | None = None
+    """What its time is compared with, where that is not the step as it is."""
 
     @property
     def text(self) -> str:
@@ -41,7 +49,13 @@ class Switch:
 
 def available(trainer: Trainer, window: Sequence[Any]) -> list[Switch]:
     """What could be set otherwise for this Trainer."""
-    return [*_optimizers(trainer), *_micro_batches(trainer, window), *_activations(trainer), *_precision(trainer)]
+    return [
+        *_optimizers(trainer),
+        *_micro_batches(trainer, window),
+        *_activations(trainer),
+        *_compiled(trainer),
+        *_precision(trainer),
+    ]
 
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
@@ -127,6 +141,26 @@ def _activations(trainer: Trainer) -> list[Switch]:
 
 def _recompute(options: CheckpointOptions, trainer: Trainer) -> None:
     activation_checkpoint.apply(trainer.model, options)
+
+
+def _compiled(trainer: Trainer) -> list[Switch]:
+    options = trainer.compile_options
+    if options is None or options.backend in ("eager", "aot_eager"):
+        return []
+
+    def keeping(share: float, against: Switch | None) -> Switch:
+        settings = {"compile.activation_memory_budget": share}
+        return Switch("activations", settings, functools.partial(_keep_share, options, share), against=against)
+
+    everything = keeping(1.0, None)  # compiled too: one by one, its operations are others than the eager ones
+    return [keeping(share, everything) for share in _SHARES]
+
+
+def _keep_share(options: CompileOptions, share: float, trainer: Trainer) -> None:
+    torch._dynamo.reset()  # code is known to it by the function, of which every copy of the model has the same
+    options = dataclasses.replace(options, activation_memory_budget=share, backend=_PARTITIONER, mode="default")
+    activation_checkpoint.undo(trainer.model)
+    compiling.apply(trainer.model, options)
 
 
 def _precision(trainer: Trainer) -> list[Switch]:

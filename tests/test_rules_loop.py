@@ -872,6 +872,67 @@ def test_copies_and_working_lists_are_innocent(what: str) -> None:
     assert kept(what).findings == []
 
 
+# ---------------------------------------------------------------------- L516, L517
+
+
+@pytest.mark.parametrize("how", ["again", "shuffled", "once", "iterator", "looked at"])
+def test_a_first_batch_in_every_step(how: str) -> None:
+    model = make("mlp")
+    optimizer = sgd(model)
+    data = DataLoader(TensorDataset(*batch(model, 40)), batch_size=4, shuffle=how == "shuffled")
+    fixed = next(iter(data))
+    batches = iter(data)
+    with watched() as report:
+        for _ in range(8):
+            if how in ("again", "shuffled"):
+                drawn = next(iter(data))
+                loss = mean_loss(model, *drawn)
+            else:
+                drawn = next(batches) if how == "iterator" else fixed
+                loss = mean_loss(model, *drawn)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if how == "looked at":
+                shown = next(iter(data))
+                with torch.no_grad():
+                    model(shown[0])
+    if how == "again":
+        finding = only(report, "L516")
+        assert finding.source is not None and finding.source.text == "drawn = next(iter(data))"
+        assert "other 9 batches" in finding.message
+    else:
+        assert loud(report) == []
+
+
+@pytest.mark.parametrize("how", ["anew", "kept", "plain", "copies", "loaded", "each epoch"])
+def test_an_optimizer_in_every_step(how: str) -> None:
+    model = make("mlp")
+    start = copy.deepcopy(model.state_dict())
+    kept = torch.optim.Adam(model.parameters(), 1e-3)
+    with watched() as report:
+        for _ in range(8):
+            net = copy.deepcopy(model) if how == "copies" else model
+            if how == "loaded":
+                net.load_state_dict(start)
+            kind = torch.optim.SGD if how == "plain" else torch.optim.Adam
+            optimizer = kept if how == "kept" else kind(net.parameters(), 1e-3)
+            for _ in range(3 if how == "each epoch" else 1):
+                loss = mean_loss(net, *batch(net))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    if how == "anew":
+        finding = only(report, "L517")
+        assert (
+            finding.op == "Adam"
+            and finding.source is not None
+            and "kind(net.parameters(), 1e-3)" in finding.source.text
+        )
+    else:
+        assert [f for f in loud(report) if f.code == "L517"] == []
+
+
 # ---------------------------------------------------------------------- healthy loops of every kind
 
 

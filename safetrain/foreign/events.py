@@ -53,7 +53,8 @@ class LoopEvent:
       `in_window` (a further backward came before the step; filled when the window closes)
     - scale / unscale / scaler_update: `scaler` (id), `optimizer` (id), `scale` (float, when known without a sync)
     - scaler_step: `scaler`, `optimizer`, `taken`
-    - optimizer_made: `optimizer`, `name` (class)
+    - optimizer_made: `optimizer`, `name` (class), `again` (an earlier one was made for all of its parameters),
+      `keeps_state` (from step to step: momentum, averages)
     - optimizer_step: `optimizer`, `taken`, `params` (ids whose gradient was used), `filled` (gradients were cleared
       after the last backward, and yet some are not zero: the loop put them there itself)
     - scheduler_step: `scheduler` (class name), `optimizer`, `position` (`last_epoch` before the call). Never the call

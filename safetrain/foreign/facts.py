@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, SequentialSampler
+from torch.utils.weak import WeakIdKeyDictionary
 
 POSITION_KEYS = ("epoch", "step", "iteration", "global_step", "it", "iter")
 _MAX_LOOKED_AT = 64
@@ -34,6 +35,23 @@ def loader_facts(loader: Any) -> dict[str, Any]:
     }
 
 
+def optimizer_facts(optimizer: Optimizer) -> dict[str, Any]:
+    """What an `optimizer_made` event says."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    again = bool(params) and all(p in _given for p in params)
+    for p in params:
+        _given[p] = True
+    plain = type(optimizer).__name__ == "SGD" and not any(group.get("momentum") for group in optimizer.param_groups)
+    return {
+        "optimizer": id(optimizer),
+        "name": type(optimizer).__name__,
+        "again": again,
+        "keeps_state": not plain and type(optimizer).__name__ != "LBFGS",
+    }
+
+
+_given: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Parameters that an optimizer was made for."""
 _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _next_number = itertools.count()
 

@@ -32,6 +32,7 @@ from safetrain.foreign.facts import (
     batch_order,
     checkpoint_parts,
     loader_facts,
+    optimizer_facts,
     target_of,
 )
 from safetrain.foreign.hand_steps import HandSteps
@@ -358,7 +359,7 @@ class Observer:
         if not self.watches():
             return
         self.who.made(optimizer, self.state.step)
-        self._record("optimizer_made", optimizer=id(optimizer), name=type(optimizer).__name__)
+        self._record("optimizer_made", **optimizer_facts(optimizer))
 
     def zero_grad(self, owner: Optimizer | nn.Module, set_to_none: bool) -> None:
         """Gradients are about to be cleared."""

@@ -421,6 +421,7 @@ class ScalerGuard(Callback):
 class SnapshotGuard(Callback):
     """L514: a kept `state_dict` that is the live model. Looks two levels into `holders()` when evaluations end.
 
+    Also after a few steps, farther and farther apart: a validation need not look like one.
     A dict of live tensors that is still there one step later, after the model has moved, is a fault.
     """
 
@@ -433,9 +434,9 @@ class SnapshotGuard(Callback):
         self._fresh = False
 
     def on_step_end(self, state: RunState) -> None:
-        if self._fresh:
-            self._look(state)
+        if self._fresh or (state.step >= _FIRST_LOOK and not state.step & (state.step - 1)):
             self._fresh = False
+            self._look(state)
 
     def on_eval_end(self, state: RunState) -> None:
         self._look(state)
@@ -457,6 +458,10 @@ class SnapshotGuard(Callback):
                 self._seen[path] = (key, state.step)
                 self._fresh = True
                 state.request_samples(1)
+
+
+_FIRST_LOOK = 8
+"""Steps."""
 
 
 def _tracks(norm: Any) -> bool:

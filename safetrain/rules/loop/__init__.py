@@ -54,6 +54,10 @@ from safetrain.rules.loop.norms import (
 from safetrain.rules.loop.order import (
     SameOrder,
 )
+from safetrain.rules.loop.remade import (
+    RemadeOptimizer,
+    RepeatedBatch,
+)
 from safetrain.rules.loop.resume import (
     Alias,
     ResumeGaps,
@@ -95,6 +99,8 @@ __all__ = [
     "EvalBackward",
     "LossWeight",
     "ModeLeft",
+    "RemadeOptimizer",
+    "RepeatedBatch",
     "ResumeGaps",
     "SameOrder",
     "TrainModeInEval",
@@ -125,7 +131,7 @@ __all__ = [
 
 
 def find_loop_faults(events: Iterable[LoopEvent]) -> list[Finding]:
-    """L501, L503, L504, L509, L510, L512, P209 and P213 in a record of a loop, one finding a fault."""
+    """L501, L503, L504, L509, L510, L512, L516, L517, P209 and P213 in a record of a loop, one finding a fault."""
     judges = loop_judges()
     return [finding for event in events for judge in judges for finding in judge.see(event)]
 
@@ -139,6 +145,8 @@ def loop_judges() -> list[Any]:
         UnclearedByHand(),
         ClearedTooEarly(),
         SameOrder(),
+        RepeatedBatch(),
+        RemadeOptimizer(),
         ResumeGaps(),
         TrainModeInEval(),
     ]

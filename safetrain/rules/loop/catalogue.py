@@ -28,6 +28,10 @@ ALIASED_SNAPSHOT = rule("L514", "aliased-snapshot", "warning", "a kept state_dic
 CONTEXT_LEAK = rule(
     "L515", "context-leak", "warning", "a hook or callback left grad mode, autocast, modes or freezing changed"
 )
+REPEATED_BATCH = rule(
+    "L516", "repeated-batch", "warning", "each step starts the data anew and trains on the first batch"
+)
+REMADE_OPTIMIZER = rule("L517", "remade-optimizer", "warning", "each step makes its optimizer anew and loses its state")
 
 
 def text_of(source: SourceLine | None) -> SourceLine | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -447,6 +448,26 @@ def test_a_freeze_that_freezes_nothing() -> None:
             codes = {f.code for f in report.findings}
             assert codes == {"P212"}
             assert all(f.source is not None and "False" in f.source.text for f in report.findings)
+
+
+@pytest.mark.parametrize("call", ["freeze(model)", "pass", "freeze_well(model)"])
+def test_a_freeze_of_what_state_dict_returned(call: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "def freeze(model):\n"
+        "    for value in model.state_dict().values():\n"
+        "        value.requires_grad = False\n"
+        "def freeze_well(model):\n"
+        "    for value in model.parameters():\n"
+        "        value.requires_grad = False\n"
+        "def main(model):\n"
+        f"    {call}\n",
+        encoding="utf-8",
+    )
+    model = make("mlp")
+    had = {id(p) for p in model.parameters()}
+    found = rules.find_state_dict_freeze(model, had_gradient=had, files=[str(script)])
+    assert [f.source.line for f in found if f.source is not None] == ([3] if call == "freeze(model)" else [])
 
 
 def test_a_class_with_a_setting_of_that_name_is_left_alone() -> None:

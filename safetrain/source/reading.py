@@ -137,12 +137,16 @@ def _receiver(node: ast.Call) -> ast.expr:
 
 
 def find_freeze_of_state_dict(*, files: Iterable[str] | None = None) -> SourceLine | None:
-    """A loop over `x.state_dict()` whose body sets `requires_grad`: those tensors are copies of no effect."""
-    for filename in files if files is not None else user_files():
+    """A loop over `x.state_dict()` whose body sets `requires_grad`: those tensors are copies of no effect.
+
+    Not one in a function that no file calls by name.
+    """
+    searched = list(files if files is not None else user_files())
+    for filename in searched:
         if not mentions(filename, "state_dict", "requires_grad"):
             continue
         for node in _walk(filename):
-            if not isinstance(node, ast.For) or not _reads_state_dict(node.iter):
+            if not isinstance(node, ast.For) or not _reads_state_dict(node.iter) or not _is_called(node, searched):
                 continue
             for inner in ast.walk(node):
                 if (
@@ -152,6 +156,20 @@ def find_freeze_of_state_dict(*, files: Iterable[str] | None = None) -> SourceLi
                 ):
                     return SourceLine(filename, inner.lineno, line_text(filename, inner.lineno))
     return None
+
+
+def _is_called(node: ast.AST, files: list[str]) -> bool:
+    """Whether the function around a node is named anywhere but where it is defined, or decorated; True in a module."""
+    scope = scope_of(node)
+    if not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return True
+    name = scope.name
+    return bool(scope.decorator_list) or any(
+        (isinstance(other, ast.Name) and other.id == name) or (isinstance(other, ast.Attribute) and other.attr == name)
+        for filename in files
+        if mentions(filename, name)
+        for other in _walk(filename)
+    )
 
 
 def reads_key(source: SourceLine, keys: Iterable[str]) -> bool:

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from safetrain.findings import SourceLine
+    from safetrain.foreign.module_call import ModuleCall
 
 Phase = Literal["setup", "train", "eval"]
 
@@ -99,6 +100,8 @@ class RunState:
 
     In a foreign loop it calls the model again and returns its output, or raises LookupError where that cannot be done.
     """
+    module_calls: Callable[[Tensor | None], Sequence[ModuleCall]] = lambda loss: ()
+    """For drivers that see module calls: those of this step that a loss hangs on (None: all), oldest first."""
     forecast_peak: Callable[[int], int] | None = None
     """Bytes at the peak of a step over `batch`, cut to micro-batches of a size; raises where that cannot be known."""
     gradients_off_at: SourceLine | None = None

@@ -40,9 +40,11 @@ from safetrain.foreign.losses import divisor_of, leaves_of
 from safetrain.foreign.module_call import ModuleCall, batch_size, first_tensor
 from safetrain.foreign.naming import find_tensor_names
 from safetrain.foreign.participants import Models, Participants
+from safetrain.graph import grad_fn_of, walk
 from safetrain.source import user_line
 from safetrain.state import FIRST_STEPS, RunState
 
+_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _EVAL_AFTER = 2
 """So many gradient-free forwards in a row, in train mode, are an evaluation: one may choose an action or a label."""
 _EVAL_AFTER_WITH_GRAPH = 3
@@ -98,6 +100,8 @@ class Observer:
         self.state.replay = self._replay_now
         self.window: list[LoopEvent] = []
         self.last_call: ModuleCall | None = None
+        self._module_calls: list[ModuleCall] = []  # of this window, all but the last
+        self.state.module_calls = self._calls_of
         self.gradients_off_at: SourceLine | None = None
         self.in_backward = 0
         self.started = False
@@ -158,6 +162,7 @@ class Observer:
         self._max_steps = None
         self._arrive()
         self._end_eval()
+        self._tell_judges(LoopEvent("run_end", self.state.step + 1))
         if self.started:
             self._emit("on_fit_end")
         self.detach()
@@ -207,6 +212,16 @@ class Observer:
         """
         return self.last_call.replay() if self.last_call is not None and self._window_forwards == 1 else None
 
+    def _calls_of(self, loss: Tensor | None) -> list[ModuleCall]:
+        """The module calls of this step that `loss` hangs on (None: all), oldest first."""
+        calls = list(self._module_calls)
+        if self.last_call is not None and self._window_forwards:
+            calls.append(self.last_call)
+        if loss is None:
+            return calls
+        numbers = [node._sequence_nr() for node in walk([grad_fn_of(loss)], limit=1_000_000).nodes]
+        return [call for call in calls if any(call.first_node <= number < call.next_node for number in numbers)]
+
     def watches(self) -> bool:
         """Whether a call on this thread, now, is part of the loop."""
         return self._active and not self._muted and (self._owner is None or self._owner == threading.get_ident())
@@ -227,7 +242,8 @@ class Observer:
         if not self.who.trains(module):
             return
         grad = torch.is_grad_enabled()
-        self.last_call = ModuleCall(module, args, kwargs)
+        earlier = self.last_call
+        self.last_call = ModuleCall(module, args, kwargs, sys._getframe(2), _next_node())
         self._total_forwards += 1
         if not module.training:
             for epoch in self._epochs.values():
@@ -240,12 +256,17 @@ class Observer:
         self._idle_forwards = 0
         self.who.add_root(module)
         self._begin()
+        if self._window_forwards and earlier is not None:
+            earlier.let_go()
+            self._module_calls.append(earlier)
         self._window_forwards += 1
         self._last_training = module.training
         self._last_batch_size = batch_size(args, kwargs)
 
     def forward_ended(self, module: nn.Module, output: Any) -> None:
         """An outermost module has returned. Listeners with an `outputs_made(state, module, output)` see what."""
+        if self.last_call is not None:
+            self.last_call.next_node = _next_node()
         if self._on_outputs and self.started:
             self._muted = True
             try:
@@ -601,6 +622,7 @@ class Observer:
         self._announced: set[str] = set()
         self._backwards = 0
         self._window_forwards = 0
+        self._module_calls.clear()
         self._scaled_losses = 0
         self._grads_scaled = False
         self._in_scaler_step = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from safetrain.callbacks.base import Callback
 from safetrain.errors import NonFiniteError
 from safetrain.rules.autopsy import (
     explain_nonfinite,
+    explain_nonfinite_calls,
     find_nonfinite_gradients,
     find_nonfinite_loss,
     unexplained_loss,
@@ -22,6 +24,7 @@ from safetrain.source import user_frame
 
 if TYPE_CHECKING:
     from safetrain.findings import Finding, Report
+    from safetrain.foreign.module_call import ModuleCall
     from safetrain.state import RunState
 
 _log = logging.getLogger("safetrain")
@@ -44,6 +47,8 @@ class _Explainer(Callback):
     def _explain(self, state: RunState) -> None:
         self._told = True
         finding = _by_replay(state)
+        if finding is None and len(calls := state.module_calls(None)) > 1:
+            finding = _by_replays(state, calls, "P206")
         if finding is None and state.loss is not None:
             finding = unexplained_loss(state.loss)
         self._pending = [finding] if finding is not None else find_nonfinite_gradients(state.model)
@@ -116,8 +121,11 @@ class FiniteGuard(_Explainer):
             return  # a scaled loss may overflow: the scaler skips that step and scales less
         self._told = True
         finding = _by_replay(state)
+        calls = state.module_calls(loss)
+        if finding is None and len(calls) > 1:
+            finding = _by_replays(state, calls, "P211")
         if finding is None or finding.code != "P211":  # the fault is outside what can be replayed
-            finding = find_nonfinite_loss(state.model, loss, frame=user_frame())
+            finding = find_nonfinite_loss(state.model, loss, frame=user_frame(), calls=calls)
         if finding is not None:
             self.report.add(finding, step=state.current_step)
 
@@ -150,8 +158,18 @@ def _by_replay(state: RunState) -> Finding | None:
         return None
 
 
+def _by_replays(state: RunState, calls: Sequence[ModuleCall], code: str) -> Finding | None:
+    try:
+        return explain_nonfinite_calls(state.model, calls, code=code)
+    except Exception as error:
+        _log.debug("the step's module calls could not be replayed: %s", error)
+        return None
+
+
 def _total(gradient: Tensor) -> float:
     """The sum of a gradient; NaN or Inf when an entry is. For a short one on the CPU plain numbers are quicker."""
+    if gradient.is_complex():
+        gradient = gradient.detach().abs()
     if gradient.dim() == 1 and gradient.numel() <= _SHORT and gradient.is_cpu:
         return float(sum(gradient.tolist()))
     return _only(gradient.detach().sum(dtype=torch.float32).tolist())

@@ -11,10 +11,11 @@ from safetrain.rules.autopsy.inference import explain_inference_tensor
 from safetrain.rules.autopsy.inplace import explain_inplace_modified, explain_leaf_inplace
 from safetrain.rules.autopsy.nonfinite import (
     explain_nonfinite,
+    explain_nonfinite_calls,
     find_nonfinite_gradients,
-    find_nonfinite_loss,
     unexplained_loss,
 )
+from safetrain.rules.autopsy.nonfinite_graph import find_nonfinite_loss
 from safetrain.rules.autopsy.recompute import RandomWatcher, explain_recompute_mismatch, find_recompute_differences
 from safetrain.rules.autopsy.silent_write import LeafWatcher, find_silent_writes
 
@@ -31,6 +32,7 @@ __all__ = [
     "explain_no_graph",
     "explain_non_scalar",
     "explain_nonfinite",
+    "explain_nonfinite_calls",
     "explain_recompute_mismatch",
     "find_nonfinite_gradients",
     "find_nonfinite_loss",

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from safetrain.findings import Finding, SourceLine
+from safetrain.findings import Finding
+from safetrain.foreign.module_call import ModuleCall
 from safetrain.recording.recorder import Op, Recorder
 from safetrain.recording.replay import unchanged
-from safetrain.recording.saved import nodes_of, saved_by
-from safetrain.rules.autopsy.callsite import find_call
-from safetrain.rules.autopsy.carried import binding_of
 from safetrain.rules.autopsy.catalogue import NONFINITE_GRAD, NONFINITE_LOSS
-from safetrain.rules.autopsy.failure import names_in
+from safetrain.rules.autopsy.first_bad import is_bad
 
 _DELIBERATE = frozenset(
     {
@@ -28,70 +24,71 @@ _DELIBERATE = frozenset(
 """Operations that put an infinity where the user asked for one (attention masks)."""
 
 
-def explain_nonfinite(model: nn.Module, replay: Callable[[], Tensor], *, scale: float = 1.0) -> Finding | None:
+def explain_nonfinite(
+    model: nn.Module,
+    replay: Callable[[], Tensor],
+    *,
+    scale: float = 1.0,
+    of_call: ModuleCall | None = None,
+    backward: bool = True,
+) -> Finding | None:
     """Run a micro-batch again, reading every result, and name where Inf or NaN began. None when it stays finite.
 
     Forward first (P211); when the loss is finite, backward with the loss multiplied by `scale` (P206). The model is put
-    back as it was. Costs one step with a host sync an operation.
+    back as it was. Costs one step with a host sync an operation. `of_call`: what is replayed is this one call of
+    several, whose output may hold infinities on purpose (masked scores).
     """
     with unchanged(model), torch.enable_grad():
         record = Recorder(model, check_finite=True, replay=True)
         with record:
             loss = replay()
-        weights = _bad_weights(model)
-        if not bool(torch.isfinite(loss.detach()).all()):
-            return _bad_weights_finding(weights) if weights else _loss_finding(record, loss)
-        if loss.grad_fn is None:
+        weights = bad_weights(model)
+        if is_bad(loss):
+            if weights:
+                return bad_weights_finding(weights)
+            return (
+                None if of_call is not None and _is_on_purpose(record, loss) else _loss_finding(record, loss, of_call)
+            )
+        if loss.grad_fn is None or not backward:
             return None
         start = len(record.ops)
         with record:
             torch.autograd.backward(loss.sum() * scale)
-        return _gradient_finding(record, model, start)
+        return _gradient_finding(record, model, start, of_call)
 
 
-def find_nonfinite_loss(model: nn.Module, loss: Tensor, *, frame: FrameType | None = None) -> Finding | None:
-    """P211 from the graph of a loss that has not been differentiated yet, where nothing can be run again. Host syncs.
+def call_text(call: ModuleCall) -> str:
+    """``the call of Critic on line 12: `score = critic(x)` ``."""
+    line = call.line
+    return f"the call of {type(call.module).__name__}" + (f" on line {line.line}: `{line.text}`" if line else "")
 
-    The first node that saved a NaN (for Inf: an Inf) names the operation; its line is looked for in the source of the
-    model's classes and of `frame`, the user's loop. P206 when weights are to blame. None for a finite loss.
+
+def explain_nonfinite_calls(model: nn.Module, calls: Sequence[ModuleCall], *, code: str) -> Finding | None:
+    """Run each of a step's module calls again by itself, oldest first, until one shows P211 or P206, whichever `code`.
+
+    A call whose arguments are gone, were written to since, or hold NaN or Inf, shows nothing of its own. For P206 its
+    parameters must be among those whose gradients are not finite now. Nothing is run where processes train together:
+    the others would not take part.
     """
-    value = loss.detach()
-    if bool(torch.isfinite(value).all()):
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
         return None
-    weights = _bad_weights(model)
-    if weights:
-        return _bad_weights_finding(weights)
-    wants_nan = bool(torch.isnan(value).any())
-    name, node = _first_bad_node(loss, torch.isnan if wants_nan else torch.isinf)
-    word = "NaN" if wants_nan else "Inf"
-    if name == _FED:
-        return _fed_finding(node, word)
-    last = name is None  # nothing that was saved is bad: the last operation made it
-    name, node = (_plain_name(loss.grad_fn), loss.grad_fn) if name is None else (name, node)
-    place, inside = find_call(model, frame, name, _neighbours(loss, node))
-    if place is None and last and frame is not None:
-        place = _binding_of_value(frame, loss)
-    where = f" on line {place.line}: `{place.text}`" if place is not None else ""
-    within = f" in {inside}" if inside else ""
-    return NONFINITE_LOSS.finding(
-        f"the loss is {word}: the first value in its graph that was not finite came from {name}{within}{where}",
-        source=place,
-        module=inside,
-        op=name,
-        cause=f"{name}{within} gave {word} (inferred from what the graph saved and from the source, not replayed)",
-        fix=_remedy_for(name, masked=True),
-    )
+    known = set(_bad_gradients(model))
+    deadline = time.perf_counter() + _REPLAYS_S
+    for call in calls:
+        replay = call.replay()
+        if replay is None or any(is_bad(tensor) for tensor in call.floats()):
+            continue
+        finding = explain_nonfinite(model, replay, of_call=call, backward=code == NONFINITE_GRAD.code)
+        is_it = finding is not None and finding.code == code and finding.source is not None
+        if is_it and (code == NONFINITE_LOSS.code or known.issuperset(finding.params)):  # type: ignore[union-attr]
+            return finding
+        if time.perf_counter() > deadline:
+            break
+    return None
 
 
-def _fed_finding(node: Any, word: str) -> Finding:
-    name = _plain_name(node)
-    return NONFINITE_LOSS.finding(
-        f"the loss is {word}: {name} was given a tensor that held it already and that carries no graph: it came with "
-        "the batch, or was computed before",
-        op=name,
-        cause=f"{word} in an input of {name} that no operation of this graph made",
-        fix=_FROM_OUTSIDE,
-    )
+_REPLAYS_S = 20.0
+"""Time for the replays of one step."""
 
 
 def unexplained_loss(loss: Tensor) -> Finding | None:
@@ -108,62 +105,7 @@ def unexplained_loss(loss: Tensor) -> Finding | None:
     )
 
 
-def _first_bad_node(loss: Tensor, is_bad: Callable[[Tensor], Tensor]) -> tuple[str | None, Any]:
-    """(operation, its node) that made the first bad value: one that saved it as result, else the one that fed it."""
-    nodes = sorted(nodes_of(loss.grad_fn), key=lambda n: n._sequence_nr())
-    for node in nodes:
-        bad = [
-            s
-            for s in saved_by(node)
-            if s.tensor is not None and s.tensor.is_floating_point() and bool(is_bad(s.tensor).any())
-        ]
-        if not bad:
-            continue
-        if any(s.field in ("result", "output") for s in bad):
-            return _plain_name(node), node
-        made = [n for s in bad if s.tensor is not None and (n := _beneath_views(s.tensor.grad_fn)) is not None]
-        if made:
-            maker = min(made, key=lambda n: n._sequence_nr())
-            return _plain_name(maker), maker
-        return _FED, node
-    return None, None
-
-
-_FED = "fed"
-"""Stands for an operation's name where the bad value came in with a tensor that no operation of the graph made."""
-_VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Expand", "Squeeze", "Unsqueeze", "Clone")
-
-
-def _beneath_views(node: Any) -> Any:
-    """The node that made the values which a node only shows in another shape."""
-    while node is not None and node.name().split("Backward", 1)[0] in _VIEWS:
-        node = node.next_functions[0][0]
-    return None if node is None or hasattr(node, "variable") else node
-
-
-def _binding_of_value(frame: FrameType, value: Tensor) -> SourceLine | None:
-    """Where the user's frame bound the name that holds a tensor."""
-    for name, held in names_in(frame).items():
-        if held is value:
-            return binding_of(frame.f_code.co_filename, name, frame.f_lineno)
-    return None
-
-
-def _plain_name(node: Any) -> str:
-    """`softmax` of `SoftmaxBackward0`."""
-    name = re.sub(r"Backward\d*$", "", node.name())
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
-
-
-def _neighbours(loss: Tensor, node: Any) -> set[str]:
-    """Names of the operations just before and after a node."""
-    near = {child for child, _ in node.next_functions if child is not None}
-    near |= {grandchild for child in near for grandchild, _ in child.next_functions if grandchild is not None}
-    near |= {parent for parent in nodes_of(loss.grad_fn) if any(child is node for child, _ in parent.next_functions)}
-    return {_plain_name(n) for n in near if not hasattr(n, "variable")}
-
-
-def _bad_weights_finding(weights: list[str]) -> Finding:
+def bad_weights_finding(weights: list[str]) -> Finding:
     return NONFINITE_GRAD.finding(
         f"the loss is not finite because weights are not: first `{weights[0]}` ({len(weights)} in all). They were not "
         "before this step: a gradient of an earlier one was Inf or NaN and was stepped into them, or they were made or "
@@ -178,7 +120,7 @@ def _bad_weights_finding(weights: list[str]) -> Finding:
 
 def find_nonfinite_gradients(model: nn.Module) -> list[Finding]:
     """P206 from gradients as they are now: which parameters, in model order. A host sync a parameter."""
-    bad = [n for n, p in model.named_parameters() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+    bad = _bad_gradients(model)
     if not bad:
         return []
     return [
@@ -192,7 +134,11 @@ def find_nonfinite_gradients(model: nn.Module) -> list[Finding]:
     ]
 
 
-def _bad_weights(model: nn.Module) -> list[str]:
+def _bad_gradients(model: nn.Module) -> list[str]:
+    return [name for name, p in model.named_parameters() if p.grad is not None and is_bad(p.grad)]
+
+
+def bad_weights(model: nn.Module) -> list[str]:
     return [
         name
         for name, p in model.named_parameters()
@@ -200,11 +146,12 @@ def _bad_weights(model: nn.Module) -> list[str]:
     ]
 
 
-def _loss_finding(record: Recorder, loss: Tensor) -> Finding:
+def _loss_finding(record: Recorder, loss: Tensor, of_call: ModuleCall | None = None) -> Finding:
+    what = "the loss" if of_call is None else f"the loss is not finite, and the result of {call_text(of_call)}"
     value = "NaN" if bool(torch.isnan(loss.detach()).any()) else "Inf"
     index = record.producer(loss)
     if index < 0:
-        return NONFINITE_LOSS.finding(f"the loss is {value}; it was not computed in the replayed code")
+        return NONFINITE_LOSS.finding(f"{what} is {value}; it was not computed in the replayed code")
     first, hint = _origin(record, record.ops[index])
     source = first.source
     module = first.module
@@ -212,16 +159,25 @@ def _loss_finding(record: Recorder, loss: Tensor) -> Finding:
     inside = f" in module `{module}`" if module else ""
     fed = _inputs_were(record, first)
     return NONFINITE_LOSS.finding(
-        f"the loss is {value}: the first result that was not finite came from {first.short_name}{inside}{where}; {fed}",
+        f"{what} is {value}: the first result that was not finite came from {first.short_name}{inside}{where}; {fed}",
         source=source,
         module=module,
         op=first.short_name,
         cause=f"{first.short_name}{inside} gave {'NaN' if first.has_nan else 'Inf'}; {fed}{hint}",
-        fix=_FROM_OUTSIDE if first.fed_bad else _remedy_for(first.short_name, masked=bool(hint)),
+        fix=FROM_OUTSIDE if first.fed_bad else remedy_for(first.short_name, masked=bool(hint)),
     )
 
 
-_FROM_OUTSIDE = "look at the data (and at what was prepared before the forward): print(torch.isfinite(x).all()) for it"
+def _is_on_purpose(record: Recorder, output: Tensor) -> bool:
+    """Whether infinities in a module's output were put there, or made from such, and may well be meant."""
+    index = record.producer(output)
+    if index < 0:
+        return True
+    origin, hint = _origin(record, record.ops[index])
+    return not bool(torch.isnan(output.detach()).any()) and (origin.short_name in _DELIBERATE or bool(hint))
+
+
+FROM_OUTSIDE = "look at the data (and at what was prepared before the forward): print(torch.isfinite(x).all()) for it"
 
 
 def _origin(record: Recorder, op: Op) -> tuple[Op, str]:
@@ -258,7 +214,7 @@ def _inputs_were(record: Recorder, op: Op) -> str:
     return "its input was finite"
 
 
-def _remedy_for(name: str, *, masked: bool) -> str:
+def remedy_for(name: str, *, masked: bool) -> str:
     if "softmax" in name and masked:
         return (
             "a row that is masked everywhere has no softmax: mask with `torch.finfo(scores.dtype).min` instead of "
@@ -274,10 +230,10 @@ def _remedy_for(name: str, *, masked: bool) -> str:
     return f"look at the input of {name} on that line"
 
 
-def _gradient_finding(record: Recorder, model: nn.Module, start: int) -> Finding | None:
-    bad = [
-        name for name, p in model.named_parameters() if p.grad is not None and not bool(torch.isfinite(p.grad).all())
-    ]
+def _gradient_finding(
+    record: Recorder, model: nn.Module, start: int, of_call: ModuleCall | None = None
+) -> Finding | None:
+    bad = _bad_gradients(model)
     if not bad:
         return None
     first = next((op for op in record.ops[start:] if op.has_nan or op.has_inf), None)
@@ -292,7 +248,7 @@ def _gradient_finding(record: Recorder, model: nn.Module, start: int) -> Finding
     backward_of = f"the gradient of {name}{where}" if maker is not None else f"{name}{where}"
     return NONFINITE_GRAD.finding(
         f"the loss is finite but gradients are not: {len(bad)} of the parameters, first `{bad[0]}`; it began in "
-        f"{backward_of}",
+        f"{backward_of}" + (f", in {call_text(of_call)}" if of_call is not None else ""),
         params=bad[:5],
         source=source,
         module=maker.module if maker is not None else None,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from safetrain.callbacks.base import Callback
 from safetrain.findings import Report, SourceLine
@@ -44,7 +45,7 @@ class HookGuard(Callback):
     """G113. About 1 µs a module, in four steps of every 64.
 
     Modules that are not the model's (a teacher, a feature extractor, wherever it is kept) are met as they are given a
-    hook: for three steps of those four, registration is listened to.
+    hook: when torch's count of all hooks ever made rises in the second of those steps, the next two are listened to.
     """
 
     sampled_hooks = frozenset({"on_step_end"})
@@ -52,7 +53,8 @@ class HookGuard(Callback):
     def __init__(self, report: Report) -> None:
         self._report = report
         self._samples: list[tuple[int, HookCounts]] = []
-        self._outside: list[tuple[int, dict[tuple[int, str], int]]] = []
+        self._outside: list[tuple[int, _Counts]] = []
+        self._made = 0
         self._told: set[str] = set()
         self._watch: _RegistrationWatch | None = None
 
@@ -64,38 +66,31 @@ class HookGuard(Callback):
             self._stop_watching()
             self._samples.clear()
             self._outside.clear()
-            self._watch = _RegistrationWatch(_OF_MODULES, lines=False)
-        elif self._watch is not None:
-            self._outside.append((state.step, self._watch.counts(state.model)))
         self._samples.append((state.step, count_hooks(state.model, state.optimizers)))
-        if place == _AT[-2]:
-            self._look_closer()
-        elif place == _AT[-1]:
+        if self._watch is not None:
+            if not self._outside:
+                self._outside.append((state.step - 1, self._watch.counts(state.model, before=True)))
+            self._outside.append((state.step, self._watch.counts(state.model)))
+        made, self._made = self._made, RemovableHandle.next_id
+        if place == _AT[1] and self._made > made:
+            self._watch = _RegistrationWatch(_OF_MODULES)
+        elif place == _AT[2] and len(self._samples) == 3 and find_piling_hooks(self._samples):
+            self._watch = _RegistrationWatch(_OF_ALL, known=self._stop_watching())
+        elif place == _AT[3]:
             self._judge(state)
-
-    def _look_closer(self) -> None:
-        """Have the lines of the next step's registrations noted, if hooks have risen so far."""
-        watch = self._stop_watching()
-        rise = len(self._samples) == 3 and find_piling_hooks(self._samples)
-        counts = [counts for _, counts in self._outside]
-        outside = len(counts) == 2 and any(counts[1].get(key, 0) > count for key, count in counts[0].items())
-        if rise or outside:
-            self._watch = _RegistrationWatch(_OF_ALL, lines=True, known=watch)
 
     def _judge(self, state: RunState) -> None:
         watch = self._stop_watching()
         if watch is None:
             return
         findings = find_piling_hooks(self._samples, lines=watch.lines_of(hook_owners(state.model, state.optimizers)))
-        rising = _rising(self._outside)
-        if rising:
-            owners = [(_name_of(m), m, _KINDS) for key in rising if (m := watch.owner(key)) is not None]
-            names = {id(m): name for name, m, _ in owners}
-            counts = [
-                (step, {(names[k], kind): n for (k, kind), n in of.items() if k in names}) for step, of in self._outside
-            ]
-            findings += find_piling_hooks(counts, lines=watch.lines_of(owners))
-        for finding in findings:
+        owners = [(_name_of(m), m, _KINDS) for key in _rising(self._outside) if (m := watch.owner(key)) is not None]
+        names = {id(module): name for name, module, _ in owners}
+        samples = [
+            (step, {(names[key], kind): n for (key, kind), n in counts.items() if key in names})
+            for step, counts in self._outside
+        ]
+        for finding in [*findings, *find_piling_hooks(samples, lines=watch.lines_of(owners))]:
             if finding.holder not in self._told:
                 self._told.add(finding.holder or "")
                 self._report.add(finding, step=state.step)
@@ -116,8 +111,12 @@ class HookGuard(Callback):
 _KINDS = tuple(_OF_MODULES.values())
 
 
-def _rising(samples: list[tuple[int, dict[tuple[int, str], int]]]) -> list[tuple[int, str]]:
-    """Of modules outside the model, those with more hooks after each of three steps."""
+_Counts = dict[tuple[int, str], int]
+"""Hooks by a module's id and the attribute that holds them."""
+
+
+def _rising(samples: list[tuple[int, _Counts]]) -> list[tuple[int, str]]:
+    """Of modules outside the model, those with more hooks after each of two steps than before."""
     if len(samples) < 3:
         return []
     (_, first), (_, second), (_, third) = samples
@@ -135,17 +134,16 @@ def _name_of(module: nn.Module) -> str:
 
 
 class _RegistrationWatch:
-    """Notes which module, parameter or optimizer is given a hook, and with `lines` by which of the user's lines.
+    """Notes which module, parameter or optimizer is given a hook, and by which of the user's lines, until removed.
 
-    Until removed. `known`: the watch before it, whose owners count too.
+    `known`: the watch before it, whose owners count too.
     """
 
-    def __init__(
-        self, methods: dict[tuple[type, str], str], *, lines: bool, known: _RegistrationWatch | None = None
-    ) -> None:
+    def __init__(self, methods: dict[tuple[type, str], str], *, known: _RegistrationWatch | None = None) -> None:
         self._owners: dict[tuple[int, str], weakref.ref[Any]] = dict(known._owners) if known is not None else {}
+        self._before: _Counts = dict(known._before) if known is not None else {}
+        """How many hooks an owner had when it was first given one."""
         self._lines: dict[tuple[int, str], SourceLine] = {}
-        self._takes_lines = lines
         self._originals: dict[tuple[type, str], Callable[..., Any]] = {at: getattr(*at) for at in methods}
         self._wrappers = {at: self._noting(original, methods[at]) for at, original in self._originals.items()}
         for at, wrapper in self._wrappers.items():
@@ -155,9 +153,10 @@ class _RegistrationWatch:
         @functools.wraps(original)
         def register(owner: Any, *args: Any, **kwargs: Any) -> Any:
             key = (id(owner), kind)
-            if isinstance(owner, nn.Module):
+            if isinstance(owner, nn.Module) and self.owner(key) is not owner:
                 self._owners[key] = weakref.ref(owner)
-            line = user_line() if self._takes_lines else None
+                self._before[key] = len(getattr(owner, kind))
+            line = user_line()
             if line is not None:
                 self._lines[key] = line
             return original(owner, *args, **kwargs)
@@ -169,13 +168,13 @@ class _RegistrationWatch:
         ref = self._owners.get(key)
         return ref() if ref is not None else None
 
-    def counts(self, model: nn.Module) -> dict[tuple[int, str], int]:
-        """How many hooks the modules now have that were given one and are not inside `model`, by (id, kind)."""
+    def counts(self, model: nn.Module, *, before: bool = False) -> _Counts:
+        """How many hooks the modules now have that were given one and are not inside `model`; `before`: had then."""
         if not self._owners:
             return {}
         inside = {id(module) for module in model.modules()}
         return {
-            key: len(getattr(owner, key[1]))
+            key: self._before[key] if before else len(getattr(owner, key[1]))
             for key in self._owners
             if key[0] not in inside and (owner := self.owner(key)) is not None
         }

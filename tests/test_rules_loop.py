@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import runpy
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from safetrain import StepOutput, Trainer
 from safetrain.findings import Report
+from safetrain.foreign.watching import Watch
 from safetrain.guarding.loop import SnapshotGuard, loop_guards
 from safetrain.rules import loop as rules
 
@@ -870,6 +872,47 @@ def test_the_best_weights_or_model_without_a_copy(what: str, holder: str, line: 
 @pytest.mark.parametrize("what", ["copied data", "copied model", "groups"])
 def test_copies_and_working_lists_are_innocent(what: str) -> None:
     assert kept(what).findings == []
+
+
+# ---------------------------------------------------------------------- P213
+
+
+STEPLESS = """
+import torch
+from torch import nn
+model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for _ in range(10):
+    owner.zero_grad()
+    model(torch.randn(4, 6)).pow(2).mean().backward()
+    LAST
+"""
+
+
+@pytest.mark.parametrize(
+    ("owner", "last", "line"),
+    [
+        ("optimizer", "optimizer.step", 9),
+        ("optimizer", "pass", 7),
+        ("optimizer", "optimizer.step()", None),
+        ("model", "pass", None),
+        ("optimizer", "norm = model[0].weight.grad.norm()", None),
+    ],
+)
+def test_a_run_without_a_step(
+    owner: str, last: str, line: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that only looks at gradients takes none either."""
+    script = tmp_path / "train.py"
+    script.write_text(STEPLESS.replace("owner", owner).replace("LAST", last), encoding="utf-8")
+    monkeypatch.setattr("safetrain.source.reading.user_files", lambda: [str(script)])  # not those of all other tests
+    watch = Watch(("P213",))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        watch.finish()
+    found = [f.source.line for f in watch.report.findings if f.source is not None]
+    assert found == ([line] if line else [])
 
 
 # ---------------------------------------------------------------------- L516, L517

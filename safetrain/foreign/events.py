@@ -31,6 +31,7 @@ EventKind = Literal[
     "checkpoint_saved",
     "checkpoint_loaded",
     "rng_restored",
+    "run_end",
 ]
 
 
@@ -72,6 +73,7 @@ class LoopEvent:
     - checkpoint_saved / checkpoint_loaded: `parts` (what the top-level values are: a set of "model", "optimizer",
       "scheduler", "scaler", "rng", "epoch"), `keys`
     - rng_restored: `which` ("torch", "numpy", "python", "cuda")
+    - run_end: nothing more will come; `step` is 1 where no step was taken
     """
 
     kind: EventKind

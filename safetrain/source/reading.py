@@ -172,6 +172,27 @@ def _is_called(node: ast.AST, files: list[str]) -> bool:
     )
 
 
+def named_only(method: str, *, near: SourceLine | None) -> SourceLine | None:
+    """A statement that names a method and does not call it (`optimizer.step`), in the function around a line."""
+    if near is None or (statement := statement_at(near.file, near.line)) is None:
+        return None
+    for node in ast.walk(scope_of(statement)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Attribute) and node.value.attr == method:
+            return SourceLine(near.file, node.lineno, line_text(near.file, node.lineno))
+    return None
+
+
+def gradients_are_read(*, files: Iterable[str] | None = None) -> bool:
+    """Whether the user's files read `.grad` of anything: to step by hand, to look at it, to prune by it."""
+    for filename in files if files is not None else user_files():
+        for node in _walk(filename) if mentions(filename, ".grad") else ():
+            if isinstance(node, ast.Attribute) and node.attr == "grad" and isinstance(node.ctx, ast.Load):
+                parent = getattr(node, "parent", None)
+                if not (isinstance(parent, ast.Call) and parent.func is node):
+                    return True
+    return False
+
+
 def reads_key(source: SourceLine, keys: Iterable[str]) -> bool:
     """Whether the function around a line reads one of these keys: `state["epoch"]`, `state.get("epoch")`, `.pop(…)`."""
     statement = statement_at(source.file, source.line)

@@ -17,6 +17,7 @@ from safetrain.rules.loop.catalogue import (
     text_of,
 )
 from safetrain.rules.loop.weights import LossWeight
+from safetrain.source.reading import gradients_are_read, named_only
 
 
 @dataclass(slots=True)
@@ -282,14 +283,25 @@ class UnclearedByHand:
             )
 
 
+_MOST_CLEARED = 512
+"""Backwards that are remembered until a step."""
+_NEVER_STEPPED = 8
+"""Gradients that must have been cleared unused before it is said that a run never steps."""
+
+
 class ClearedTooEarly:
-    """P213: a backward whose gradients are cleared and a step that then finds none; or clearing inside a window."""
+    """P213: a backward whose gradients are cleared and a step that then finds none; or clearing inside a window.
+
+    Or no step at all, by the end of the run, though there is an optimizer that clears.
+    """
 
     def __init__(self) -> None:
         self._backwards: list[LoopEvent] = []
         self._cleared: list[tuple[LoopEvent, LoopEvent]] = []  # (zero_grad, the backward it undid)
         self._hits: dict[Any, int] = {}
         self._told: set[Any] = set()
+        self._tried = False
+        self._never_used = 0  # gradients that an optimizer cleared, while no step was seen
 
     def see(self, event: LoopEvent) -> Iterator[Finding]:
         """Take the next event."""
@@ -299,7 +311,14 @@ class ClearedTooEarly:
         elif kind == "zero_grad":
             if self._backwards and event.data.get("params"):
                 self._cleared += [(event, b) for b in self._backwards]
+                del self._cleared[:-_MOST_CLEARED]
+                self._never_used += event.data.get("optimizer") is not None
             self._backwards = []
+        elif kind == "scaler_step":
+            self._tried = True  # a scaler that skips them all is another fault
+        elif kind == "run_end" and not self._tried and event.step == 1 and self._never_used >= _NEVER_STEPPED:
+            if not gradients_are_read():
+                yield self._no_step(self._cleared[-1])
         elif kind == "optimizer_step":
             backwards, cleared = self._backwards, self._cleared
             self._backwards, self._cleared = [], []
@@ -307,6 +326,19 @@ class ClearedTooEarly:
                 yield from self._hit("step", event, cleared)
             elif cleared and self._in_window(cleared, backwards):
                 yield from self._hit("window", event, cleared)
+
+    def _no_step(self, last: tuple[LoopEvent, LoopEvent]) -> Finding:
+        zero, backward = last
+        named = named_only("step", near=backward.source)
+        return DROPPED_GRAD.finding(
+            f"no optimizer took a step: gradients were computed and cleared {self._never_used} times, and nothing was "
+            "learned." + (f" `{named.text}` names the method and does not call it." if named is not None else ""),
+            first_step=1,
+            source=named or text_of(zero.source),
+            op="step",
+            cause="optimizer.step() is never called",
+            fix="optimizer.step() after backward",
+        )
 
     @staticmethod
     def _in_window(cleared: Sequence[tuple[LoopEvent, LoopEvent]], used: Sequence[LoopEvent]) -> bool:

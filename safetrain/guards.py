@@ -14,7 +14,7 @@ ask for.
 | finite_guard | the Trainer's gate, elsewhere backward start and end | P206 P211 |
 | HookGuard | four steps of 64 | G113 |
 | gradient_guards | coverage, probes and paths, by sampled steps | G109 P201–P205 P207–P213 |
-| loop_guards | modes, BatchNorm, loss weights, compiler, loss scale | A303 A304 L502–L506 L508 L511–L513 |
+| loop_guards | modes, BatchNorm, loss weights, compiler, loss scale | A303 A304 L501–L506 L508 L511–L513 |
 | GranularityGuard | the third and fourth step | L507 |
 | FragmentationGuard | backward start, step end (CUDA) | M403 |
 | WorkerGuard | step end (Linux, with loader workers) | M402 |

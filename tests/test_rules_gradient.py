@@ -450,6 +450,20 @@ def test_a_freeze_that_freezes_nothing() -> None:
             assert all(f.source is not None and "False" in f.source.text for f in report.findings)
 
 
+@pytest.mark.parametrize(("factor", "told"), [(0.4, True), (0.98, False)])
+def test_a_learning_rate_that_has_vanished(factor: float, told: bool) -> None:
+    model = make("mlp")
+    optimizer = sgd(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, factor)
+    with watched() as report:
+        train(model, optimizer, steps=200, each=lambda step: schedule.step())
+    if told:
+        finding = only(report, "P208")
+        assert "has fallen to" in finding.message and "from 0.1" in finding.message
+    else:
+        assert loud(report) == []
+
+
 @pytest.mark.parametrize("call", ["freeze(model)", "pass", "freeze_well(model)"])
 def test_a_freeze_of_what_state_dict_returned(call: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"

@@ -206,14 +206,15 @@ class NumbersGuard(Callback):
         self._peak_rate = max(self._peak_rate, *(rate for _, rate, _ in facts))
         typical = sorted(grads.values())[len(grads) // 2] if grads else 0.0
         for (name, rate, dtype), moved in zip(facts, changed, strict=True):
-            late = 0.0 < rate < 0.01 * self._peak_rate  # the end of a schedule: small updates are meant
+            # Near the end of a schedule small updates are meant.
+            late = rules.VANISHED * self._peak_rate < rate < 0.01 * self._peak_rate
             # A bias before a normalisation has a gradient of rounding errors, and no update by right.
             noise = dtype == "float32" and rate and grads.get(name, 0.0) < 1e-4 * typical
             if moved or late or noise or not 0.0 < grads.get(name, 0.0) < float("inf"):
                 self._still.pop(name, None)
             else:
                 self._still.setdefault(name, []).append(step)
-        zero_rate = all(rate == 0.0 for _, rate, _ in facts)
+        zero_rate = all(rate <= rules.VANISHED * self._peak_rate for _, rate, _ in facts)
         still = [
             n for n, steps in self._still.items()
             if n not in self._told and len(steps) >= 3 and steps[-1] - steps[0] >= 6
@@ -228,7 +229,12 @@ class NumbersGuard(Callback):
         self._told.update(still)
         first = min(self._still[n][0] for n in still)
         for finding in rules.find_no_updates(
-            still, steps=step - first + 1, rates=rates, dtype=dtype, all_groups=zero_rate
+            still,
+            steps=step - first + 1,
+            rates=rates,
+            dtype=dtype,
+            all_groups=zero_rate,
+            peak_rate=self._peak_rate,
         ):
             finding.first_step = first
             self._report.add(finding, step=max(1, state.step))

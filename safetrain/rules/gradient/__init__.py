@@ -29,6 +29,7 @@ from safetrain.rules.gradient.missing import (
     may_have_constant_term,
 )
 from safetrain.rules.gradient.numbers import (
+    VANISHED,
     ZeroCause,
     biases_before_norm,
     find_gradient_scale,
@@ -62,6 +63,7 @@ __all__ = [
     "NO_UPDATE",
     "STALE_GRAD",
     "STALE_IN_OPTIMIZER",
+    "VANISHED",
     "ZERO_GRAD",
     "GradientEvidence",
     "ZeroCause",

@@ -276,25 +276,39 @@ _ZERO_FIX = {op: _STRAIGHT.format(op=op) for op in _FLAT_NAMES} | {
 }
 
 
+VANISHED = 1e-12
+"""Share of the highest learning rate below which one has vanished: cosine tails get there in their last step."""
+
+
 def find_no_updates(
-    names: Sequence[str], *, steps: int, rates: Mapping[str, float], dtype: str, all_groups: bool
+    names: Sequence[str],
+    *,
+    steps: int,
+    rates: Mapping[str, float],
+    dtype: str,
+    all_groups: bool,
+    peak_rate: float = 0.0,
 ) -> list[Finding]:
     """P208 for parameters that had a gradient and were the same bits after the step, in all looks at `steps` steps.
 
-    `rates`: learning rate of each name. A warning when every group's rate is zero, or when the update is below the
-    resolution of a 16-bit parameter; a note for a single group at zero, which may be meant.
+    `rates`: learning rate of each name; `peak_rate`: the highest that was seen. A warning when every group's rate is
+    zero or has vanished, or when the update is below the resolution of a 16-bit parameter; a note for a single group at
+    zero, which may be meant.
     """
-    zero = [n for n in names if rates.get(n) == 0.0]
-    small = [n for n in names if rates.get(n, 1.0) != 0.0]
+    zero = [n for n in names if rates.get(n, 1.0) <= VANISHED * peak_rate]
+    small = [n for n in names if n not in zero]
     findings = []
     if zero:
+        rate = rates[zero[0]]
+        fell = f"has fallen to {rate:.0e}, from {peak_rate:g}" if rate else "is 0"
         findings.append(
             NO_UPDATE.finding(
-                f"{listed(zero)} gets gradients but does not change: its learning rate is 0 (seen over {steps} steps).",
+                f"{listed(zero)} gets gradients but does not change: its learning rate {fell} "
+                f"(seen over {steps} steps).",
                 severity="warning" if all_groups else "note",
                 params=zero,
                 module=common_module(zero),
-                cause="learning rate 0",
+                cause=f"learning rate {rate:.0e}" if rate else "learning rate 0",
                 fix="check the schedule: what it multiplies the rate by, and how long it lasts",
             )
         )

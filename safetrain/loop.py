@@ -192,6 +192,7 @@ class Trainer:
         self.state.micro_batch_size = micro_batch_size
         self._splitter = Splitter(model) if oom == "split" else None
         self._verdicts: dict[str, DeferredFlag] = {}  # was the last step of an optimizer to be skipped?
+        self._begun: dict[str, list[Tensor]] = {}  # parameters that got their first state in that step
         if scaler is not None:
             for name, opt in named.items():
                 opt.register_step_post_hook(functools.partial(_note_step, self._stepped, name))
@@ -403,12 +404,12 @@ class Trainer:
 
     def _step_if_finite(self, name: str, opt: Optimizer, norm: Tensor | None, number: float | None) -> None:
         """Step `opt` unless the norm of its gradients is not finite, and move its schedule if it stepped."""
-        scaler = self.state.scaler
+        scaler, known = self.state.scaler, len(opt.state)
         if scaler is not None:
             self._stepped.discard(name)
             scaler.step(opt)  # reads one scalar, unless the optimizer skips on the device
             if _skips_on_device(opt):
-                self._defer(name, _found_inf(scaler, opt))
+                self._defer(name, _found_inf(scaler, opt), known)
             else:
                 self._conclude(name, taken=name in self._stepped)
             self._stepped.add(name)
@@ -427,9 +428,13 @@ class Trainer:
                 opt.step()
             finally:
                 del opt.grad_scale, opt.found_inf  # type: ignore[attr-defined]
-            self._defer(name, found_inf)
+            self._defer(name, found_inf, known)
 
-    def _defer(self, name: str, found_inf: Tensor) -> None:
+    def _defer(self, name: str, found_inf: Tensor, known: int) -> None:
+        """Leave the verdict on a step to the device. Before it, `known` parameters had state in the optimizer."""
+        begun = self.state.optimizers[name].state
+        if len(begun) > known:
+            self._begun[name] = list(begun)[known:]
         if name not in self._verdicts:
             self._verdicts[name] = DeferredFlag(self.device)
         verdict = self._verdicts[name]
@@ -441,8 +446,13 @@ class Trainer:
         """Act on verdicts that the device left behind in an earlier step."""
         for name, verdict in self._verdicts.items():
             skipped = verdict.take()
-            if skipped is not None:
-                self._conclude(name, taken=not skipped, step=verdict.step)
+            if skipped is None:
+                continue
+            begun = self._begun.pop(name, ())
+            if skipped:
+                for param in begun:  # a fused SGD's momentum would be whatever the memory held before
+                    del self.state.optimizers[name].state[param]
+            self._conclude(name, taken=not skipped, step=verdict.step)
 
     def _conclude(self, name: str, *, taken: bool, step: int | None = None) -> None:
         """Move the schedule of a step (default: this one) that was taken; count, tell or raise one that was not."""

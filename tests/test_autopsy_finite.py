@@ -194,3 +194,17 @@ def test_a_graph_made_before_a_replay_can_still_be_differentiated() -> None:
     loss.backward()
     expected = torch.autograd.grad(mse(model, batch), list(model.parameters()))
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own forward mode calls it
+def test_a_step_with_forward_mode_derivatives_is_replayed() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1))
+    x = torch.randn(3, 8)
+
+    def step() -> Tensor:
+        output, slope = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+        return output.mean() + torch.log(-slope.abs()).mean()  # forward-mode-log
+
+    finding = explain_nonfinite(model, step)
+    assert finding is not None and "log" in (finding.op or "")
+    assert finding.source is not None and finding.source.line == line_of("forward-mode-log")

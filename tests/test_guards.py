@@ -321,6 +321,22 @@ class Steps(Trainer):
         return F.cross_entropy(self.model(batch[0]), batch[1])
 
 
+def test_gradients_of_complex_numbers_are_read_without_the_gate() -> None:
+    class Waves(nn.Module):
+        def __init__(self, *shape: int) -> None:
+            super().__init__()
+            self.waves = nn.Parameter(torch.ones(*shape, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x[:, :3] * self.waves * 1j).abs()
+
+    for shape in ((3,), (1, 3)):
+        model = Waves(*shape)
+        trainer = Steps(model, torch.optim.SGD(model.parameters(), 0.1), max_steps=12, check_finite=False)
+        trainer.fit(batches(12))
+        assert trainer.report.findings == []
+
+
 def lazily_made() -> nn.Module:
     return nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.LazyLinear(3))
 

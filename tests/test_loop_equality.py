@@ -159,6 +159,21 @@ def test_fp16_with_forced_overflows_skips_what_the_hand_loop_skips(optimizer: st
     assert_same_bits(ours.model, hand)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.filterwarnings("ignore:step 1:RuntimeWarning")
+def test_a_first_step_that_is_skipped_leaves_no_momentum_behind(precision: str) -> None:
+    fused = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True)  # noqa: E731
+    data = make_data(6)
+    bad = (data[0][0] * 1e9, data[0][1])
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0) if precision == "fp16" else None
+    options = {"precision": precision, "scaler": scaler, "deterministic": True}  # which fills fresh memory with NaN
+    if precision == "fp32":
+        bad[0].fill_(float("nan"))
+    ours = trained(fused, [bad, *data], **options)
+    assert ours.state.skipped_steps == 1
+    assert_same_bits(ours.model, trained(fused, data, **options).model)
+
+
 SCHEDULES = {
     "step": lambda o: lr_scheduler.StepLR(o, 3, 0.5),
     "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 8),

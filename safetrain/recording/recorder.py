@@ -349,10 +349,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_finite(self, op: Op, result: Any, frame: FrameType) -> None:
         op.has_nan = op.has_inf = False
-        for tensor in _tensors_in(result):
-            if tensor.is_floating_point() or tensor.is_complex():
-                op.has_nan = op.has_nan or bool(torch.isnan(tensor).any())
-                op.has_inf = op.has_inf or bool(torch.isinf(tensor).any())
+        for tensor in _with_fractions(_tensors_in(result)):
+            op.has_nan = op.has_nan or bool(torch.isnan(tensor).any())
+            op.has_inf = op.has_inf or bool(torch.isinf(tensor).any())
         if (op.has_nan or op.has_inf) and not op.in_backward:
             op.module = self.module_at(frame)
 
@@ -429,8 +428,17 @@ def _tensors_in(value: Any) -> list[Tensor]:
     return []
 
 
+def _with_fractions(tensors: list[Tensor]) -> list[Tensor]:
+    """Those that may hold NaN. Forward-mode differentiation makes zeros and others that have no memory to read."""
+    return [
+        t
+        for t in tensors
+        if (t.is_floating_point() or t.is_complex()) and not t._is_zerotensor() and t.device.type != "meta"
+    ]
+
+
 def _bad_among(tensors: list[Tensor]) -> str | None:
-    floating = [t for t in tensors if t.is_floating_point()]
+    floating = _with_fractions(tensors)
     if any(bool(torch.isnan(t).any()) for t in floating):
         return "NaN"
     return "infinities" if any(bool(torch.isinf(t).any()) for t in floating) else None

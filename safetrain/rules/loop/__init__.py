@@ -32,6 +32,7 @@ from safetrain.rules.loop.compiled import (
     find_compile_trouble,
     read_compile_counts,
 )
+from safetrain.rules.loop.divisor import WrongDivisor
 from safetrain.rules.loop.granularity import find_checkpoint_granularity
 from safetrain.rules.loop.modes import (
     ModeLeft,
@@ -106,6 +107,7 @@ __all__ = [
     "TrainModeInEval",
     "UnclearedByHand",
     "Windows",
+    "WrongDivisor",
     "aliased_finding",
     "find_aliased_snapshots",
     "find_batchnorm_batch",
@@ -141,6 +143,7 @@ def loop_judges() -> list[Any]:
     return [
         ModeLeft(),
         Windows(),
+        WrongDivisor(),
         EvalBackward(),
         UnclearedByHand(),
         ClearedTooEarly(),

@@ -556,6 +556,43 @@ def test_a_learning_rate_of_zero_and_weights_too_coarse_for_their_updates() -> N
     assert "bfloat16" in (only(report, "P208").cause or "")
 
 
+@pytest.mark.parametrize("clears", ["before", "after"])
+def test_gradients_of_the_other_turn_are_added_when_cleared_after_the_step(clears: str) -> None:
+    """A critic that is cleared right after its own step goes into the next one with gradients of the actor's loss."""
+    torch.manual_seed(0)
+    actor, critic = nn.Linear(3, 1), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    of_actor, of_critic = sgd(actor.parameters()), sgd(critic.parameters())
+    with watched() as report:
+        for _ in range(40):
+            s, a = torch.randn(8, 3), torch.randn(8, 1)
+            if clears == "before":
+                of_critic.zero_grad()
+            (critic(torch.cat([s, a], 1)) - s[:, :1]).pow(2).mean().backward()
+            of_critic.step()
+            if clears == "after":
+                of_critic.zero_grad()
+            of_actor.zero_grad()
+            (-critic(torch.cat([s, actor(s)], 1)).mean()).backward()
+            of_actor.step()
+    assert loud(report) == (["P209"] if clears == "after" else [])
+
+
+@pytest.mark.parametrize("what", ["output", "hinge", "squared hinge"])
+def test_an_output_that_is_off_is_told_from_a_hinge_that_is_met(what: str) -> None:
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    nn.init.constant_(net[2].bias, -4.0)
+    x = torch.randn(16, 6)
+    off = torch.relu(net(x))
+    loss = {
+        "output": (off - x[:, :1].abs()).pow(2).mean(),
+        "hinge": off.mean() + x.pow(2).mean(),
+        "squared hinge": off.pow(2).mean() + x.pow(2).mean(),
+    }[what]
+    causes = rules.zero_gradient_causes(loss, dict(net.named_parameters()))
+    assert len(causes) == 4
+    assert all(cause.op == "relu" and cause.meant is (what != "output") for cause in causes.values())
+
+
 def test_a_warm_up_from_zero_is_innocent() -> None:
     model = make("mlp")
     optimizer = sgd(model.parameters())

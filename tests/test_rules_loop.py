@@ -815,6 +815,7 @@ class Best:
         self.best_model: Any = None
         self.named_best: Any = None
         self.groups: Any = None
+        self.shadow: Any = None
 
     def keep(self, model: nn.Module, what: str) -> None:
         if self.score < 0:
@@ -825,6 +826,8 @@ class Best:
                 self.best_params = [p.data.clone() for p in model.parameters()]
             elif what == "names":
                 self.named_best = dict(model.named_parameters())
+            elif what == "shadow":
+                self.shadow = {name: p.data for name, p in model.named_parameters()}
             elif what == "groups":
                 self.groups = [p.data for p in model.parameters()]
         if what == "model" and self.score > 0:
@@ -861,6 +864,7 @@ def kept(what: str) -> Report:
         ("data", "best.best_params", None),  # two statements bind that name here
         ("names", "best.named_best", "self.named_best = dict("),
         ("model", "best.best_model", "self.best_model = model"),
+        ("shadow", "best.shadow", "self.shadow = {"),
     ],
 )
 def test_the_best_weights_or_model_without_a_copy(what: str, holder: str, line: str | None) -> None:

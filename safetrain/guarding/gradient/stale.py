@@ -72,7 +72,7 @@ class StaleGradientGuard(Callback):
     def on_step_end(self, state: RunState) -> None:
         if not _reads_after(state.step):
             return
-        if self._version != self._watch.version:
+        if self._version != self._watch.version or len(self._probes) < len(state.optimizers):
             self._choose()
         self._proved.clear()
         marks: dict[str, weakref.ref[Tensor]] = {}

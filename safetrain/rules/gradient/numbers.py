@@ -52,6 +52,7 @@ _LEADS_TO_THE_LOSS = (
     "Squeeze", "Unsqueeze", "Expand", "Select", "Slice", "ToCopy", "Index", "Clone", "Pow",
 )  # fmt: skip
 """Nodes that only gather a loss: a hinge below nothing but these is met, not dead."""
+_SUBTRACT = ("Sub", "Rsub")
 
 
 @dataclass(slots=True)
@@ -90,7 +91,11 @@ def zero_gradient_causes(loss: Tensor, params: Mapping[str, Tensor], limit: int 
             reached.add(id(variable))
             continue
         stops = _stops_gradient(node)
-        below = gathering and _gathers(node)
+        # A difference that is squared compares with a target: what it is made of is no hinge.
+        is_error = _name_of(node) == "Pow" and any(
+            c is not None and _name_of(c) in _SUBTRACT for c, _ in node.next_functions
+        )
+        below = gathering and _gathers(node) and not is_error
         for place, (child, _) in enumerate(node.next_functions):
             if child is None:
                 continue

@@ -190,7 +190,7 @@ def _search_aliases(path: str, value: Any, live: set[int], found: dict[str, Alia
 
 
 _KEPT_PARAMETERS = frozenset({"best", "backup", "snapshot"})
-_KEPT_VALUES = _KEPT_PARAMETERS | {"saved", "prev", "previous", "original", "initial"}
+_KEPT_VALUES = _KEPT_PARAMETERS | {"shadow", "saved", "prev", "previous", "original", "initial"}
 """Words of a name whose values are not meant to move. Parameters by the name `old` may be a group for an optimizer."""
 
 
@@ -269,7 +269,9 @@ def _shares(tensor: Tensor, live: set[int]) -> bool:
         return False
 
 
-_KEPT = re.compile(r"best|snap|keep|kept|back|init|start|orig|prev|old|ema|swa|ckpt|checkpoint|save|weights|history|\[")
+_KEPT = re.compile(
+    r"best|snap|keep|kept|back|init|start|orig|prev|old|ema|swa|shadow|ckpt|checkpoint|save|weights|history|\["
+)
 
 
 def aliased_finding(path: str, source: SourceLine | None = None, *, is_model: bool = False) -> Finding:

@@ -26,8 +26,8 @@ class WrongDivisor:
     number of them; or it is the right number, and the gradients are divided by it too.
 
     Told when all of this is so in three windows in a row: one optimizer steps; gradients are cleared in between; the
-    backwards stand on one line and are as many as the batches of a loader; each loss is a mean, last divided by a plain
-    number; the loop divides in one place only, by a name that speaks of accumulation and has just that value now.
+    backwards stand on one line and are as many as the batches of a loader; each loss is a mean, weighed by plain
+    numbers; the loop divides in one place only, by a name that speaks of accumulation and has just that value now.
     Silent where several processes train together: they may share the sum.
     """
 
@@ -52,6 +52,8 @@ class WrongDivisor:
         elif kind == "optimizer_step":
             self._optimizers.add(event.data.get("optimizer"))
             yield from self._stepped(event)
+        elif kind == "scaler_step" and event.data.get("taken") is False:
+            self._micros, self._batches = [], Counter()
 
     def _stepped(self, event: LoopEvent) -> Iterator[Finding]:
         micros, batches, cleared = self._micros, self._batches, self._cleared
@@ -111,16 +113,15 @@ def _divided_twice(micros: Sequence[LoopEvent], step: LoopEvent, divisor: int) -
 
 def _common_divisor(micros: list[LoopEvent]) -> int | None:
     """The whole number from two on that each loss of a window was divided by; None unless all are means of one line."""
-    divisors = {float(micro.data.get("divided_by") or 0.0) for micro in micros}
     weights: list[Any] = [micro.data.get("weight") for micro in micros]
-    if len(micros) < 2 or len(divisors) != 1 or len({place_of(micro) for micro in micros}) != 1:
+    if len(micros) < 2 or len({place_of(micro) for micro in micros}) != 1:
         return None
-    divisor = divisors.pop()
-    if any(w is None or not w.count or w.reduction.endswith("by count") for w in weights):
+    if any(w is None or not w.count or w.reduction.endswith("by count") or w.factor <= 0 for w in weights):
         return None
-    if any(abs(w.factor * divisor - 1.0) > 1e-6 for w in weights):
-        return None  # it is weighed by something else too, which may make up for it
-    return round(divisor) if divisor >= 2 and abs(divisor - round(divisor)) < 1e-6 * divisor else None
+    divisor = 1.0 / weights[0].factor  # all that weighs it: a name of that value was not made up for by something else
+    if divisor < 1.5 or any(abs(w.factor * divisor - 1.0) > 1e-6 for w in weights):
+        return None
+    return round(divisor) if abs(divisor - round(divisor)) < 1e-6 * divisor else None
 
 
 def _division(backward: SourceLine | None, divisor: int) -> tuple[ast.AST, ast.expr | None]:

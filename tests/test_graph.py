@@ -35,6 +35,7 @@ from safetrain.graph import (
     walk,
 )
 from safetrain.graph.roots import Root
+from safetrain.source import other_threads_run
 
 reads_saved = pytest.mark.skipif(
     not hasattr(torch._C._autograd.SavedTensor, "data"), reason="this torch does not tell what a node saved"
@@ -416,3 +417,26 @@ def test_a_trace_gives_up_on_a_step_with_too_many_lines_and_still_cleans_up(monk
     assert sys.gettrace() is None
     trace.stop()
     assert sys._getframe().f_trace is None
+
+
+def test_a_thread_that_waits_is_told_from_one_at_work() -> None:
+    stop, stopped = threading.Event(), list[bool]()
+
+    def spin() -> None:
+        while not stopped:
+            pass
+
+    def runs_beside(work: Any) -> bool:
+        thread = threading.Thread(target=work)
+        thread.start()
+        time.sleep(0.05)
+        try:
+            return other_threads_run()
+        finally:
+            stop.set()
+            stopped.append(True)
+            thread.join()
+
+    assert not runs_beside(stop.wait)
+    stopped.clear()
+    assert runs_beside(spin)

@@ -34,7 +34,7 @@ from safetrain.graph import paths
 from safetrain.graph.marks import Mark, grad_fn_of, is_graph_node
 from safetrain.graph.roots import Root, gather_roots, is_user_class
 from safetrain.graph.walk import marks_reached, walk
-from safetrain.source import ended_calls, frame_locals
+from safetrain.source import ended_calls, frame_locals, other_threads_run
 
 Wanted = Callable[[Any], frozenset[int]]
 """Which earlier steps a tensor, or a node that is held by itself, keeps alive; empty when it is of no interest."""
@@ -292,7 +292,7 @@ def _behind(end: Any) -> list[Any]:
     """Its hooks and attributes, its gradient, and what hand-written Functions keep on `ctx`."""
     behind = [obj for obj in gc.get_referents(end) if _category_of(type(obj)) != _NODE]  # its own: no other holder
     if _category_of(type(end)) == _TENSOR and end.is_leaf:
-        if end.grad is not None:
+        if not other_threads_run() and end.grad is not None:
             behind.append(end.grad)
     else:
         for node in walk([grad_fn_of(end)], limit=500).nodes:

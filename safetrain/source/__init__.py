@@ -12,6 +12,7 @@ import linecache
 import os
 import sys
 import sysconfig
+import threading
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -73,6 +74,17 @@ def user_frame(frame: FrameType | None = None) -> FrameType | None:
             second = here
         here = here.f_back
     return second
+
+
+def other_threads_run() -> bool:
+    """Whether a further thread is at work, rather than waiting for a queue or a lock inside the standard library.
+
+    Reading `.grad` while another thread drops that gradient ends the process: torch lets go of the interpreter while
+    the gradient's object is half gone.
+    """
+    own = threading.get_ident()
+    files = [frame.f_code.co_filename for ident, frame in sys._current_frames().items() if ident != own]
+    return any(grade(file) != MACHINERY or os.path.abspath(file).startswith((_PACKAGE, _TORCH)) for file in files)
 
 
 def user_line(frame: FrameType | None = None) -> SourceLine | None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from autopsy_cases import line_of
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
 import safetrain
 from safetrain.findings import Finding
@@ -32,6 +33,7 @@ def watched(step: Step, *modules: nn.Module) -> list[Finding]:
             optimizer.step()
             w.step()
     assert not w.trouble, w.trouble[0]
+    assert not _get_current_function_mode_stack()  # no look at a step that will not come
     return [finding for finding in w.findings if finding.code in ("P206", "P211")]
 
 

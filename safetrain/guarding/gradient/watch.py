@@ -54,6 +54,7 @@ class Watch(Callback):
         self.explained: set[SourceLine | None] = set()
         """Lines of constant terms of the loss whose cut another finding names."""
         self._may_look = may_look
+        self._is_over = False
         self._foreign = False
         self._compiled_before = 0
         self._wanted = False
@@ -79,7 +80,7 @@ class Watch(Callback):
         self._wanted = self._may_look
         if between is not None:
             between.request_samples(1)
-        if between is not None and self._foreign:
+        if between is not None and self._foreign and not self._is_over:
             # A foreign step begins for us with its first forward that has gradients on; what comes before counts too.
             self._start_look(between)
 
@@ -90,6 +91,7 @@ class Watch(Callback):
             self.lines[event.data.get("optimizer", 0)] = event.source
 
     def on_fit_start(self, state: RunState) -> None:
+        self._is_over = False
         self._compiled_before = _frames_compiled()
         self._rebuild(state, first=True)
 
@@ -127,6 +129,7 @@ class Watch(Callback):
         self._abandon()
 
     def on_fit_end(self, state: RunState) -> None:
+        self._is_over = True  # a guard that asks for a look now would leave its mode behind
         self._abandon()
         self.report.extend(rules.judge_frozen(self.coverage), step=max(1, state.step))
 
@@ -294,4 +297,3 @@ def _frames_compiled() -> int:
     """How often torch.compile has compiled: under a function mode it would have to compile again."""
     utils = sys.modules.get("torch._dynamo.utils")
     return int(utils.counters["frames"].get("total", 0)) if utils is not None else 0
-

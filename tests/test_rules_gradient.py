@@ -464,7 +464,9 @@ def test_a_learning_rate_that_has_vanished(factor: float, told: bool) -> None:
         assert loud(report) == []
 
 
-@pytest.mark.parametrize("call", ["freeze(model)", "pass", "freeze_well(model)"])
+@pytest.mark.parametrize(
+    "call", ["freeze(model)", "pass", "freeze_well(model)", "if FLAG: freeze(model)", "freeze(model) if FLAG else None"]
+)
 def test_a_freeze_of_what_state_dict_returned(call: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
@@ -475,7 +477,9 @@ def test_a_freeze_of_what_state_dict_returned(call: str, tmp_path: Path) -> None
         "    for value in model.parameters():\n"
         "        value.requires_grad = False\n"
         "def main(model):\n"
-        f"    {call}\n",
+        f"    {call}\n"
+        "if __name__ == '__main__':\n"
+        "    main(None)\n",
         encoding="utf-8",
     )
     model = make("mlp")

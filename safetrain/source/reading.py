@@ -139,14 +139,14 @@ def _receiver(node: ast.Call) -> ast.expr:
 def find_freeze_of_state_dict(*, files: Iterable[str] | None = None) -> SourceLine | None:
     """A loop over `x.state_dict()` whose body sets `requires_grad`: those tensors are copies of no effect.
 
-    Not one in a function that no file calls by name.
+    Not one under a condition, or in a function that no file calls by name under none.
     """
     searched = list(files if files is not None else user_files())
     for filename in searched:
         if not mentions(filename, "state_dict", "requires_grad"):
             continue
         for node in _walk(filename):
-            if not isinstance(node, ast.For) or not _reads_state_dict(node.iter) or not _is_called(node, searched):
+            if not isinstance(node, ast.For) or not _reads_state_dict(node.iter) or not _surely_runs(node, searched):
                 continue
             for inner in ast.walk(node):
                 if (
@@ -158,18 +158,40 @@ def find_freeze_of_state_dict(*, files: Iterable[str] | None = None) -> SourceLi
     return None
 
 
-def _is_called(node: ast.AST, files: list[str]) -> bool:
-    """Whether the function around a node is named anywhere but where it is defined, or decorated; True in a module."""
+def _surely_runs(node: ast.AST, files: list[str], known: frozenset[str] = frozenset()) -> bool:
+    """Whether a node runs whenever its script does: it is under no condition, nor is what calls the function around it.
+
+    A method runs, for frameworks call those.
+    """
+    if _is_conditional(node):
+        return False
     scope = scope_of(node)
     if not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return True
+    if isinstance(getattr(scope, "parent", None), ast.ClassDef):
+        return True
     name = scope.name
-    return bool(scope.decorator_list) or any(
-        (isinstance(other, ast.Name) and other.id == name) or (isinstance(other, ast.Attribute) and other.attr == name)
+    return name not in known and any(
+        _surely_runs(other, files, known | {name})
         for filename in files
         if mentions(filename, name)
         for other in _walk(filename)
+        if (isinstance(other, ast.Name) and other.id == name)
+        or (isinstance(other, ast.Attribute) and other.attr == name)
     )
+
+
+def _is_conditional(node: ast.AST) -> bool:
+    """Under an `if`, a `match` or an `except` of its function. `if __name__ == "__main__"` is none."""
+    scope, inner = scope_of(node), node
+    while (parent := getattr(inner, "parent", None)) is not None and parent is not scope:
+        if isinstance(parent, (ast.If, ast.IfExp)) and inner is not parent.test:
+            if not any(isinstance(part, ast.Name) and part.id == "__name__" for part in ast.walk(parent.test)):
+                return True
+        elif isinstance(parent, (ast.ExceptHandler, ast.match_case)):
+            return True
+        inner = parent
+    return False
 
 
 def named_only(method: str, *, near: SourceLine | None) -> SourceLine | None:

@@ -335,6 +335,18 @@ def test_modules_set_to_eval_on_purpose_stay_so() -> None:
     assert model[2].training
 
 
+def test_a_batch_may_be_a_packed_sequence() -> None:
+    class Recurrent(Trainer):
+        def training_step(self, batch: Any) -> Any:
+            return self.model(batch[0])[1].pow(2).mean()
+
+    packed = nn.utils.rnn.pack_sequence([torch.randn(4, 3), torch.randn(2, 3)])
+    model = nn.GRU(3, 4)
+    trainer = Recurrent(model, torch.optim.SGD(model.parameters(), 0.1), max_steps=2)
+    trainer.fit([(packed, torch.zeros(2))] * 2)
+    assert trainer.state.step == 2
+
+
 def test_a_model_that_sets_its_modes_itself_is_asked_to() -> None:
     class Frozen(nn.Sequential):
         def train(self, mode: bool = True) -> Any:

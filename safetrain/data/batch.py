@@ -59,7 +59,12 @@ def to_host(value: Any) -> Any:
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Every tensor in a nested structure, depth first."""
     found: list[Tensor] = []
-    map_tensors(value, found.append)
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor  # types that check what they are made of, such as PackedSequence, are made again
+
+    map_tensors(value, note)
     return iter(found)
 
 

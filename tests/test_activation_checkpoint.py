@@ -259,6 +259,19 @@ def test_attributes_that_the_forward_reads_and_sets_are_rewound_for_recomputatio
     assert torch.equal(plain[1].mean, recomputing[1].mean)
 
 
+@pytest.mark.parametrize("mode", ["recompute", "selective"])
+@pytest.mark.parametrize("shape", [(8,), (2, 4)])
+def test_random_numbers_that_are_drawn_after_they_are_saved_are_repeated(shape: tuple[int, ...], mode: str) -> None:
+    """RReLU is the last operation of the module that needs anything saved."""
+    torch.manual_seed(0)
+    part = nn.Sequential(nn.RReLU(), nn.Unflatten(1, shape), nn.Flatten())
+    plain = nn.Sequential(nn.Linear(6, 8), part, nn.Linear(8, 2))
+    recomputing = copy.deepcopy(plain)
+    activation_checkpoint.apply(recomputing, CheckpointOptions(("1",), mode=mode))  # type: ignore[arg-type]
+    for expected, actual in zip(_train(plain), _train(recomputing), strict=True):
+        assert torch.equal(expected, actual)
+
+
 def test_a_buffer_that_an_evaluation_replaced_under_inference_mode() -> None:
     plain = nn.Sequential(nn.Linear(6, 4), Counter(replaces=True), nn.Linear(4, 2))
     recomputing = copy.deepcopy(plain)

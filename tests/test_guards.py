@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from safetrain import Callback, Trainer
 from safetrain.callbacks.base import STEP_HOOKS, Listeners
+from safetrain.findings import Finding, Report
 from safetrain.memory import HeapMeter, heap_is_readable
 from safetrain.state import RunState
 
@@ -271,6 +272,24 @@ def test_a_callback_may_have_an_equality_of_its_own() -> None:
     trainer.listeners = Listeners([hears], guards=[Breaks("on_log")])
     trainer.fit(make_data(2))
     assert hears.ended
+
+
+def test_what_a_guard_that_failed_finds_at_the_end_is_told_to_nobody() -> None:
+    class Judges(Breaks):
+        def __init__(self, report: Report) -> None:
+            super().__init__("on_step_end")
+            self._report = report
+
+        def on_fit_end(self, state: RunState) -> None:
+            super().on_fit_end(state)
+            self._report.add(Finding("G101", "not to be trusted"), step=state.step)
+
+    trainer = make_trainer(max_steps=5)
+    guard = Judges(trainer.report)
+    trainer.listeners = Listeners([guard], guards=[guard])
+    with pytest.warns(RuntimeWarning, match="Judges failed"):
+        trainer.fit(make_data(5))
+    assert "on_fit_end" in guard.heard and trainer.report.findings == []
 
 
 def test_an_error_in_a_callback_of_the_user_ends_the_run() -> None:

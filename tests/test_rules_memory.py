@@ -66,6 +66,21 @@ def test_an_innocent_program_of_200_steps_raises_nothing(program: Callable[[int]
     assert not of_memory(report)
 
 
+def test_the_history_of_lbfgs_is_bounded() -> None:
+    class Classifier(Trainer):
+        def training_step(self, batch: Any) -> Tensor:
+            return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
+    batches = [(x, x[:, :3].argmax(1)) for x in torch.randn(130, 16, 8)]
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    trainer = Classifier(model, optimizer, max_steps=130)
+    trainer.fit(batches)
+    assert len(next(iter(optimizer.state.values()))["old_dirs"]) > 60
+    assert trainer.report.findings == []
+
+
 def test_a_view_is_told_from_what_it_pins() -> None:
     with watched() as report:
         next(leak for leak in LEAKS if leak.__name__ == "view_that_pins")(200)

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from types import CellType, FunctionType, MethodType
 from typing import Literal
 
+from torch.optim import Optimizer
+
 from safetrain.accounting.inventory import BUFFERS, length_of
 from safetrain.findings import SourceLine
 from safetrain.graph import Holder
@@ -242,8 +244,13 @@ class Reading:
 
 
 def is_bounded_by_type(holder: Holder) -> bool:
-    """`deque(maxlen=…)`, `lru_cache(maxsize=…)`, `Queue(maxsize=…)` on the way."""
+    """`deque(maxlen=…)`, `lru_cache(maxsize=…)`, `Queue(maxsize=…)` on the way, or an optimizer of torch's.
+
+    Those keep a state of one size, but for LBFGS, whose history ends at `history_size`.
+    """
     for obj in holder.path:
+        if isinstance(obj, Optimizer) and type(obj).__module__.startswith("torch.optim."):
+            return True
         if isinstance(obj, deque) and obj.maxlen is not None:
             return True
         if type(obj).__name__ == "_lru_cache_wrapper" and obj.cache_parameters()["maxsize"] is not None:

@@ -91,7 +91,7 @@ def applied(model: nn.Module) -> list[str]:
 
 def _reset(module: nn.Module) -> None:
     if unwrap_forward(module, _OWNER):
-        for note in (buffers.KNOWN, recompute.CHECKED, randomness.HOST):
+        for note in (buffers.KNOWN, recompute.CHECKED, recompute.STOPS_EARLY, randomness.HOST):
             vars(module).pop(note, None)
 
 

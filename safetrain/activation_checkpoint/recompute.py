@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from safetrain.activation_checkpoint.attributes import attribute_contexts
 from safetrain.activation_checkpoint.buffers import buffer_contexts
 from safetrain.activation_checkpoint.offload import Offload
 from safetrain.activation_checkpoint.randomness import random_contexts
 from safetrain.activation_checkpoint.selective import selective_contexts
+from safetrain.data.batch import tensors_in
 from safetrain.modules import Forward
 
 CHECKED = "_checked_for_randomness"
 """Where a module notes that its forward was seen to draw nothing."""
+STOPS_EARLY = "_recomputation_stops_early"
+"""Where a module notes whether its recomputation may end with the last value that backward needs."""
 
 
 def recomputing(inner: Forward, *, selective: bool, preserve_rng_state: bool | Literal["auto"]) -> Forward:
@@ -37,16 +40,34 @@ def recomputing(inner: Forward, *, selective: bool, preserve_rng_state: bool | L
             return checkpoint(
                 run, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state is not False, **context
             )
-        return checkpoint(
-            run,
-            *args,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=functools.partial(_contexts, self, (args, kwargs), selective, preserve_rng_state),
-            determinism_check=_DETERMINISM,
-        )
+        # Until an output was seen, a recomputation runs to its end.
+        with nullcontext() if vars(self).get(STOPS_EARLY) else set_checkpoint_early_stop(False):
+            output = checkpoint(
+                run,
+                *args,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                context_fn=functools.partial(_contexts, self, (args, kwargs), selective, preserve_rng_state),
+                determinism_check=_DETERMINISM,
+            )
+        if STOPS_EARLY not in vars(self):
+            vars(self)[STOPS_EARLY] = not any(map(_saves_what_it_fills, tensors_in(output)))
+        return output
 
     return forward
+
+
+def _saves_what_it_fills(output: Tensor) -> bool:
+    """Made by an operation that hands over its random numbers to be saved and draws them afterwards: only RReLU.
+
+    To stop a recomputation at the last value to be saved, as torch does, would leave them as they lay in memory.
+    """
+    nodes: list[Any] = [output.grad_fn]
+    for _ in range(4):  # reshaping may come after it
+        if any(node is not None and node.name().startswith("RreluWithNoise") for node in nodes):
+            return True
+        nodes = [before for node in nodes if node is not None for before, _ in node.next_functions]
+    return False
 
 
 def offloading(inner: Forward) -> Forward:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from safetrain.errors import ConfigError
+from safetrain.findings import Report
 
 if TYPE_CHECKING:
     from safetrain.state import RunState
@@ -180,7 +181,7 @@ class _Guards:
     def switch_off(self, call: Hook) -> bool:
         """Whether `call`, which has just raised, is a guard's: then none of its hooks is called again.
 
-        But for `on_fit_end`, where it takes its hooks off the model.
+        But for `on_fit_end`, where it takes its hooks off the model; what it still finds there is told to nobody.
         """
         guard = getattr(call, "__self__", None)
         if not self.include(guard):
@@ -189,6 +190,9 @@ class _Guards:
             for place, other in enumerate(calls):
                 if getattr(other, "__self__", None) is guard and (hook != "on_fit_end" or other is call):
                     calls[place] = _nothing
+        for name, value in vars(guard).items():
+            if isinstance(value, Report):
+                setattr(guard, name, Report())
         warnings.warn(
             f"{type(guard).__name__} failed and is off for the rest of the run, which goes on. That is a fault of "
             f"safetrain, not of yours; please report it:\n{traceback.format_exc()}",

@@ -22,7 +22,7 @@ from safetrain.graph import climb, storage_key
 from safetrain.memory import Meter
 from safetrain.recording.recorder import can_leave
 
-_RECORDED, _WAITED = 3, 3
+_RECORDED, _WAITED = 3, 32
 """Steps that are recorded, and steps after which what was made in them counts as kept."""
 
 

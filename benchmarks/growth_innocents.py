@@ -160,7 +160,7 @@ class Recompiles(Host):
 
     @classmethod
     def data(cls, steps: int) -> Any:
-        return (torch.randn(2 + min(i // 120, 6), 8) for i in range(steps))
+        return (torch.randn(2 + min(i // 400, 4), 8) for i in range(steps))
 
     def training_step(self, batch: Tensor) -> Tensor:
         return self.model(batch).square().mean()

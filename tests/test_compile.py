@@ -98,6 +98,19 @@ def test_modules_whose_forward_is_torchs_own_are_compiled_too(whole: bool) -> No
     assert "Compiled" in type(model(X).grad_fn).__name__
 
 
+def test_blocks_of_one_structure_share_what_was_compiled_and_others_count_for_themselves() -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(
+        *[nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for _ in range(4)], *[nn.Linear(6, 6) for _ in range(3)]
+    )
+    compile.apply(model, CompileOptions(backend="aot_eager", modules=("?",)))
+    before = len(torch._dynamo.utils.get_compilation_metrics())
+    model(X)
+    names = [metric.co_name for metric in torch._dynamo.utils.get_compilation_metrics()[before:]]
+    assert sorted(set(names)) == ["Linear", "Sequential"]
+    assert len(names) < 7
+
+
 @pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_budget_for_activations_keeps_fewer_of_them_and_trains_alike(backend: str) -> None:
     """The first backend divides forward from backward as inductor does, and needs no C++ compiler."""

@@ -205,13 +205,17 @@ def _window_was_gathered(micros: Sequence[_Micro]) -> bool:
 def uneven_finding(reduction: str, counts: Sequence[float], ratio: float, event: LoopEvent | None = None) -> Finding:
     """L503 for micro-batches whose mean losses run over unequal numbers of elements."""
     low, high = min(counts), max(counts)
-    what = "cross_entropy with ignore_index or class weights" if reduction.startswith("NllLoss") else f"a mean ({reduction})"
+    what = (
+        "cross_entropy with ignore_index or class weights"
+        if reduction.startswith("NllLoss")
+        else f"a mean ({reduction})"
+    )
     if reduction.endswith("by count"):
         what = "a sum divided by its own count"
     return ACCUMULATION_SCALE.finding(
-        f"the micro-batches of a window average over unequal counts ({low:.6g} to {high:.6g} tokens, elements or weights; "
-        f"{what}), and their "
-        f"means are averaged: an element of the smallest counts {ratio:.1f} times as much as one of the largest. "
+        f"the micro-batches of a window average over unequal counts ({low:.6g} to {high:.6g} tokens, elements or "
+        f"weights; {what}), and their means are averaged: an element of the smallest counts {ratio:.1f} times as much as "
+        "one of the largest. "
         "The gradient is not that of one large batch.",
         first_step=max(1, event.step - 1) if event is not None else 0,
         source=text_of(event.source) if event is not None else None,

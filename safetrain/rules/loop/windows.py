@@ -214,8 +214,8 @@ def uneven_finding(reduction: str, counts: Sequence[float], ratio: float, event:
         what = "a sum divided by its own count"
     return ACCUMULATION_SCALE.finding(
         f"the micro-batches of a window average over unequal counts ({low:.6g} to {high:.6g} tokens, elements or "
-        f"weights; {what}), and their means are averaged: an element of the smallest counts {ratio:.1f} times as much as "
-        "one of the largest. "
+        f"weights; {what}), and their means are averaged: an element of the smallest counts {ratio:.1f} times as much "
+        "as one of the largest. "
         "The gradient is not that of one large batch.",
         first_step=max(1, event.step - 1) if event is not None else 0,
         source=text_of(event.source) if event is not None else None,

@@ -53,12 +53,12 @@ class Drawing:
     """What a drawer of graphs gathers before it writes them down."""
 
     def __init__(self, loss: Tensor) -> None:
-        self.nodes: list[Any] = []
+        self.nodes: dict[Any, str] = {}
         self.visit(loss.grad_fn)
 
     def visit(self, node: Any) -> None:
         if node is not None and node not in self.nodes:
-            self.nodes.append(node)
+            self.nodes[node] = node.name()
             for following, _ in node.next_functions:
                 self.visit(following)
 

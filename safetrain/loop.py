@@ -15,7 +15,7 @@ import tempfile
 import time
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -42,10 +42,12 @@ from safetrain.findings import Report
 from safetrain.guarding.context import ContextGuard
 from safetrain.guarding.loop import SnapshotGuard
 from safetrain.guards import default_guards
+from safetrain.modules import set_training, sets_modes_itself
 from safetrain.state import FIRST_STEPS, RunState
 from safetrain.stepping.averages import Averages
-from safetrain.stepping.clipping import clip_by_norm, clip_groups_by_norm, not_finite
+from safetrain.stepping.clipping import clip_by_norm, clip_groups_by_norm
 from safetrain.stepping.deferred import DeferredFlag
+from safetrain.stepping.on_device import found_inf, not_finite, skip_together, skips_on_device
 from safetrain.stepping.settings import check_arguments, check_optimizers, check_settings, needs_closure
 from safetrain.stepping.splitting import Splitter, in_micro_batches, warn_if_unused
 from safetrain.stepping.weighting import Metrics, Shares, StepOutput, check_loss, unpack
@@ -392,11 +394,11 @@ class Trainer:
         groups = [group["params"] for opt in chosen.values() for group in opt.param_groups]
         norm, number = None, None
         if self.clip_norm is not None or is_gated or state.is_logging_step:
-            reads = is_gated and not all(map(_skips_on_device, chosen.values()))
+            reads = is_gated and not all(map(skips_on_device, chosen.values()))
             clip = clip_groups_by_norm if self.clip_per_group and len(groups) > 1 else clip_by_norm
             norm, number = clip(groups, self.clip_norm_type, self.clip_norm, read=reads)
             if scaler is not None and norm is not None and clip is clip_by_norm and self.clip_norm is not None:
-                _skip_together(scaler, chosen.values(), norm)  # the norm of one has scaled all
+                skip_together(scaler, chosen.values(), norm)  # the norm of one has scaled all
         if self.clip_value is not None:
             clip_grad_value_([p for params in groups for p in params], self.clip_value)
         state.grad_norm = norm
@@ -408,8 +410,8 @@ class Trainer:
         if scaler is not None:
             self._stepped.discard(name)
             scaler.step(opt)  # reads one scalar, unless the optimizer skips on the device
-            if _skips_on_device(opt):
-                self._defer(name, _found_inf(scaler, opt), known)
+            if skips_on_device(opt):
+                self._defer(name, found_inf(scaler, opt), known)
             else:
                 self._conclude(name, taken=name in self._stepped)
             self._stepped.add(name)
@@ -422,15 +424,15 @@ class Trainer:
                 opt.step()
             self._conclude(name, taken=taken)
         else:
-            found_inf = not_finite(norm)
-            opt.grad_scale, opt.found_inf = None, found_inf  # type: ignore[attr-defined]
+            flag = not_finite(norm)
+            opt.grad_scale, opt.found_inf = None, flag  # type: ignore[attr-defined]
             try:
                 opt.step()
             finally:
                 del opt.grad_scale, opt.found_inf  # type: ignore[attr-defined]
-            self._defer(name, found_inf, known)
+            self._defer(name, flag, known)
 
-    def _defer(self, name: str, found_inf: Tensor, known: int) -> None:
+    def _defer(self, name: str, flag: Tensor, known: int) -> None:
         """Leave the verdict on a step to the device. Before it, `known` parameters had state in the optimizer."""
         begun = self.state.optimizers[name].state
         if len(begun) > known:
@@ -438,7 +440,7 @@ class Trainer:
         if name not in self._verdicts:
             self._verdicts[name] = DeferredFlag(self.device)
         verdict = self._verdicts[name]
-        verdict.put(found_inf, self.state.current_step)
+        verdict.put(flag, self.state.current_step)
         if not verdict.waits:
             self._settle()
 
@@ -570,7 +572,7 @@ class Trainer:
                 rng.seed_everything(self.seed or 0)  # so that a resumed run finds the same batches
                 self._overfit_set = _first(train, self.overfit_batches)
         self.train_loader = EpochLoader.of(self._overfit_set or train)
-        if not self.model.training or _sets_modes_itself(self.model):
+        if not self.model.training or sets_modes_itself(self.model):
             self.model.train()  # else not: a model with only some modules in eval mode was set up so on purpose
         state.phase, state.stop_reason, state.save_request = "train", None, None
         state.total_steps = self._total_steps(self._overfit_set or train)
@@ -872,7 +874,7 @@ class Trainer:
         finally:
             for module, training in modes:  # parents come first
                 if module.training is not training:
-                    _set_mode(module, training)
+                    set_training(module, training)
             state.phase, self._averages = before
 
     def _evaluate_and_log(self, val: Iterable[Any]) -> None:
@@ -946,27 +948,6 @@ class _NonFiniteInClosure(Exception):
     """Leaves an optimizer's line search before it writes Inf or NaN into the weights."""
 
 
-def _skips_on_device(opt: Optimizer) -> bool:
-    """Its kernel leaves the weights alone where the device says so; the host need not know."""
-    return getattr(opt, "_step_supports_amp_scaling", False)
-
-
-def _skip_together(scaler: torch.amp.GradScaler, optimizers: Collection[Optimizer], norm: Tensor) -> None:
-    """Have the scaler skip all of several when their common norm is not finite, without reading it."""
-    if len(optimizers) < 2:
-        return
-    found_inf = not_finite(norm)
-    for opt in optimizers:
-        for device, found in scaler._found_inf_per_device(opt).items():
-            found.copy_(torch.maximum(found, found_inf.to(device)))  # fused kernels compare it with exactly 1
-
-
-def _found_inf(scaler: torch.amp.GradScaler, opt: Optimizer) -> Tensor:
-    """What `unscale_` found, on the device: non-zero when a gradient was Inf or NaN."""
-    found: dict[Any, Tensor] = scaler._found_inf_per_device(opt)
-    return torch.stack(list(found.values())).sum() if len(found) > 1 else next(iter(found.values()))
-
-
 def _snapshot_holders(trainer: weakref.ref[Trainer]) -> list[tuple[str, Any]]:
     """Where a script keeps its best weights: on trainer or callback. Held weakly: a guard keeps no run alive."""
     held = trainer()
@@ -980,18 +961,6 @@ def _note_step(stepped: set[str], name: str, *_: Any) -> None:
 
 def _first(loader: Iterable[Any], count: int) -> list[Any]:
     return list(itertools.islice(EpochLoader.of(loader), count))
-
-
-def _sets_modes_itself(module: nn.Module) -> bool:
-    """It overrides `train`: to keep a frozen part in eval mode, or to merge its weights for evaluation."""
-    return type(module).train is not nn.Module.train
-
-
-def _set_mode(module: nn.Module, training: bool) -> None:
-    if _sets_modes_itself(module):
-        module.train(training)
-    else:
-        module.training = training
 
 
 def _is_plateau(scheduler: Any) -> bool:

@@ -124,3 +124,16 @@ def _as_function(module: nn.Module, base: Any) -> Forward:
         return base.__func__
     # Somebody set a plain function on the instance: it is called without the module.
     return lambda _module, *args, **kwargs: base(*args, **kwargs)
+
+
+def sets_modes_itself(module: nn.Module) -> bool:
+    """It overrides `train`: to keep a frozen part in eval mode, or to merge its weights for evaluation."""
+    return type(module).train is not nn.Module.train
+
+
+def set_training(module: nn.Module, training: bool) -> None:
+    """Put one module, not those inside it, into a mode, unless it does that itself."""
+    if sets_modes_itself(module):
+        module.train(training)
+    else:
+        module.training = training

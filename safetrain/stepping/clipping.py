@@ -51,11 +51,6 @@ def clip_groups_by_norm(
     return total, float(total.item()) if read else None
 
 
-def not_finite(norm: Tensor) -> Tensor:
-    """1.0 where `norm` is Inf or NaN, else 0.0, on the device: times zero they are NaN, which differs from zero."""
-    return torch.ne(norm * 0, 0).to(torch.float32)
-
-
 def _norm_of_any(grads: list[Tensor], norm_type: float) -> Tensor:
     """The p-norm over all entries of gradients of any kind: scalar, on the device of the first."""
     try:

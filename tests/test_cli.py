@@ -150,7 +150,11 @@ def test_a_run_trains_writes_its_folder_and_says_how_it_went(folder: Path, capsy
     assert names == {"config.yaml", "environment.json", "metrics.jsonl", "findings.jsonl", "events", "checkpoints"}
     assert yaml.safe_load((out / "config.yaml").read_text())["optim"]["lr"] == 2e-2
     record = json.loads((out / "environment.json").read_text())[0]
-    assert record["packages"]["torch"] == torch.__version__ and record["command"] and record["folder"] == str(folder)
+    assert (
+        torch.__version__.startswith(record["packages"]["torch"])
+        and record["command"]
+        and record["folder"] == str(folder)
+    )
     logged = rows(out)
     assert [row["step"] for row in logged if "train/loss" in row] == list(range(1, 9))
     assert [row["step"] for row in logged if "val/loss" in row] == [4, 8]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import warnings
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from safetrain.planner.search import Option, Planner
 from safetrain.rules.out_of_memory import owned_bytes
 from safetrain.sizes import parse_bytes
 
+_log = logging.getLogger("safetrain")
 _CLEARLY_ABOVE = 1.05
 """The forecast has been up to 4 % off: what is nearer than that to the limit may run."""
 _REMEDIES = 3
@@ -43,15 +45,19 @@ def refuse_if_too_big(trainer: Trainer, window: Sequence[Any], budget: int | str
         return
     try:
         planner = Planner(trainer, window, make_mode())
-        if planner.base.peak_bytes <= limit * _CLEARLY_ABOVE:
-            return
-        remedies = _remedies(planner, limit)
     except Unforecastable as error:
         warnings.warn(f"memory_budget: could not forecast the step, so it may run: {error}", stacklevel=2)
         return
     except Exception as error:  # the user's code met tensors that have no numbers: the run must not suffer
         warnings.warn(f"memory_budget: could not forecast the step, so it may run: {why(error)}", stacklevel=2)
         return
+    if planner.base.peak_bytes <= limit * _CLEARLY_ABOVE:
+        return
+    try:
+        remedies = _remedies(planner, limit)
+    except Exception as error:  # such as no memory left to time the device with: that it cannot fit is known
+        _log.info("memory_budget: the remedies could not be worked out: %s", why(error))
+        remedies = []
     raise BudgetError(_refusal(planner, limit, remedies))
 
 

@@ -18,8 +18,6 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 CONFIGS = sorted((EXAMPLES / "configs").glob("*.yaml"))
 
 pytest.importorskip("sklearn")
-# What other tests left on the heap may make reading it slow.
-pytestmark = pytest.mark.filterwarnings("ignore:reading the CPU heap takes:UserWarning")
 
 SMALL_TEXT = ["params.limit_chars=60000", "params.width=32"]
 SHORT = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from safetrain.rules.loop.catalogue import (
     text_of,
 )
 from safetrain.source.reading import reads_key, user_files
-from safetrain.source.syntax import called_name, is_call_of, lines_where
+from safetrain.source.syntax import called_name, is_call_of, lines_where, mentions
 
 
 class Alias(NamedTuple):
@@ -223,8 +223,13 @@ def line_of_snapshot(path: str) -> SourceLine | None:
             and any(is_call_of(inner, *_GIVE_LIVE_TENSORS) for inner in ast.walk(node))
         )
 
-    lines = [line for filename in user_files() for line in lines_where(filename, binds)]
+    lines = _lines_that_name(last[0], binds)
     return lines[0] if len(lines) == 1 else _line_of_kept_model(path)
+
+
+def _lines_that_name(name: str, test: Callable[[ast.AST], bool]) -> list[SourceLine]:
+    """Lines of the user's files whose nodes pass a test; only files that have the name in them are parsed."""
+    return [line for file in user_files() if mentions(file, name) for line in lines_where(file, test)]
 
 
 def _last_name(path: str) -> tuple[str, bool] | None:
@@ -255,7 +260,7 @@ def _line_of_kept_model(path: str) -> SourceLine | None:
             and not any("save" in called_name(call) for call in ast.walk(around) if isinstance(call, ast.Call))
         )
 
-    lines = [line for filename in user_files() for line in lines_where(filename, keeps)]
+    lines = _lines_that_name(last[0], keeps) if last is not None else []
     return lines[0] if lines else None
 
 

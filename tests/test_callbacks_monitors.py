@@ -16,6 +16,7 @@ import safetrain.callbacks as callbacks
 from safetrain.callbacks import EMA, Callback, EarlyStopping, LrMonitor, MemoryMonitor
 from safetrain.callbacks.monitor import BestValue
 from safetrain.errors import ConfigError
+from safetrain.state import RunState
 
 
 class Rows(Callback):
@@ -254,3 +255,17 @@ def test_no_listener_makes_the_host_wait_between_rows(tmp_path, fused):
         reads[name] = sum(e.count for e in profiler.key_averages() if e.key == "aten::_local_scalar_dense")
     expected = 0 if fused else 7  # the finiteness gate of an optimizer that cannot skip on the device
     assert reads == {"bare": expected, "all": expected}
+
+
+def test_a_meter_that_is_exchanged_inside_a_step_costs_that_step_its_owners_only() -> None:
+    class Exchanges(Callback):
+        """What a heap that has become slow to read does to the timeline."""
+
+        def on_backward_start(self, state: RunState) -> None:
+            assert monitor.phases is not None
+            monitor.phases.readings.clear()
+
+    monitor = MemoryMonitor()
+    trainer = make_trainer(Exchanges(), monitor, max_steps=2, log_every=1)
+    trainer.fit(make_data())
+    assert trainer.state.step == 2 and monitor.phases is not None and "after_step" in monitor.phases.readings

@@ -95,8 +95,9 @@ class MemoryMonitor(Callback):
         if state.is_logging_step and self._phases is not None:
             before = self._phases.readings.get("after_forward", 0)
             used = self._phases.record("after_forward")
-            if used > before:
-                self._note_owners(state, used)
+            start = self._phases.readings.get("start")
+            if used > before and start is not None:  # no start: a slow heap's meter was exchanged since
+                self._note_owners(state, used, start)
 
     def on_backward_end(self, state: RunState) -> None:
         """Gradients are complete."""
@@ -140,11 +141,10 @@ class MemoryMonitor(Callback):
             row["memory/growth_kb_per_step"] = theil_sen(steps, used_bytes) / KB
         row["memory/resident_mb"] = self._resident.read() / MB
 
-    def _note_owners(self, state: RunState, used: int) -> None:
-        """Whose the bytes after a forward are."""
+    def _note_owners(self, state: RunState, used: int, start: int) -> None:
+        """Whose the bytes after a forward are, when so many were in use at the start of the step."""
         owned = owned_bytes(state.model, state.optimizers)
-        assert self._phases is not None
-        before = self._phases.readings["start"] - self._gradients_at_start
+        before = start - self._gradients_at_start
         self._owners = {
             "parameters": owned["parameters"],
             "buffers": owned["buffers"],
